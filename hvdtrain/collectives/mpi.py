@@ -1,0 +1,102 @@
+"""`MpiCollective`: mpi4py, for machines where Horovod cannot be built. CPU tensors only.
+
+Each tensor operation is one `tf.numpy_function`: TensorFlow runs stateful functions of one graph
+in order, so that never two MPI calls are in flight (several unordered ones crash). A private
+duplicate of `COMM_WORLD` keeps the user's own messages apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.collectives.base import Collective, ReduceOp, Tensor
+from hvdtrain.errors import CollectiveError
+from hvdtrain.optional import require
+
+CHUNK_BYTES = 1 << 28
+
+
+class MpiCollective(Collective):
+    """All ranks must create it together: importing mpi4py calls `MPI_Init_thread`."""
+
+    name = "mpi4py"
+
+    def __init__(self) -> None:
+        self._tf = require("tensorflow", "training")
+        self._mpi = require("mpi4py.MPI", "the mpi4py collective")
+        if self._mpi.Query_thread() < self._mpi.THREAD_SERIALIZED:
+            raise CollectiveError(
+                "This MPI was initialised without thread support (found level "
+                f"{self._mpi.Query_thread()}, expected MPI_THREAD_SERIALIZED or more), but "
+                "TensorFlow calls from its own threads. Do not set mpi4py.rc.threads = False.")
+        self._comm = self._mpi.COMM_WORLD.Dup()
+        self.rank = int(self._comm.Get_rank())
+        self.size = int(self._comm.Get_size())
+        self._op = {"average": self._mpi.SUM, "sum": self._mpi.SUM,
+                    "min": self._mpi.MIN, "max": self._mpi.MAX}
+        self._buffers: dict[tuple[str, int], np.ndarray[Any, Any]] = {}
+
+    def reduce(self, tensors: Sequence[Tensor], *, name: str, op: ReduceOp) -> list[Tensor]:
+        """One `MPI_Allreduce` for the whole list. See `Collective.reduce`.
+
+        MPI has no half precision: float16 is summed in float32.
+        """
+        del name
+        half = tensors[0].dtype == self._tf.float16
+        sent = [self._tf.cast(t, self._tf.float32) for t in tensors] if half else list(tensors)
+        dtype = sent[0].dtype
+        out = self._tf.numpy_function(
+            lambda *arrays: self._reduce_arrays(arrays, op), sent, [dtype] * len(sent))
+        for reduced, tensor in zip(out, sent, strict=True):
+            reduced.set_shape(tensor.shape)
+        return [self._tf.cast(t, self._tf.float16) for t in out] if half else list(out)
+
+    def _reduce_arrays(self, arrays: Sequence[np.ndarray[Any, Any]],
+                       op: ReduceOp) -> list[np.ndarray[Any, Any]]:
+        sizes = [a.size for a in arrays]
+        flat = self._buffer(arrays[0].dtype, sum(sizes))
+        ends = np.cumsum(sizes)
+        for array, size, end in zip(arrays, sizes, ends, strict=True):
+            flat[end - size:end] = array.reshape(-1)
+        self._comm.Allreduce(self._mpi.IN_PLACE, flat, self._op[op])
+        if op == "average":
+            flat *= flat.dtype.type(1.0 / self.size)
+        return [flat[end - a.size:end].reshape(a.shape).copy()
+                for a, end in zip(arrays, ends, strict=True)]
+
+    def _buffer(self, dtype: np.dtype[Any], size: int) -> np.ndarray[Any, Any]:
+        key = (dtype.str, size)
+        if key not in self._buffers:
+            self._buffers[key] = np.empty(size, dtype)
+        return self._buffers[key]
+
+    def allgather(self, tensor: Tensor, *, name: str) -> Tensor:
+        """One `MPI_Allgatherv`. See `Collective.allgather`."""
+        del name
+        out = self._tf.numpy_function(self._allgather_array, [tensor], tensor.dtype)
+        out.set_shape([None, *tensor.shape[1:]])
+        return out
+
+    def _allgather_array(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        counts = self._comm.allgather(array.size)
+        flat = np.empty(sum(counts), array.dtype)
+        self._comm.Allgatherv(np.ascontiguousarray(array).reshape(-1), (flat, counts))
+        return flat.reshape((-1, *array.shape[1:]))
+
+    def broadcast_array(self, array: np.ndarray[Any, Any], *, root: int = 0) -> np.ndarray[Any, Any]:
+        """Broadcast through bytes. See `Collective.broadcast_array`."""
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy()
+        for start in range(0, flat.size, CHUNK_BYTES):
+            self._comm.Bcast(flat[start:start + CHUNK_BYTES], root)
+        return flat.view(array.dtype).reshape(array.shape)
+
+    def gather_objects(self, value: object) -> list[Any]:
+        """Gather pickled objects. See `Collective.gather_objects`."""
+        return list(self._comm.allgather(value))
+
+    def close(self) -> None:
+        """Free the communicator. All ranks. MPI itself ends with the process."""
+        self._comm.Free()

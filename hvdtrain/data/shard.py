@@ -1,0 +1,112 @@
+"""`ShardPlan`: which samples each rank trains on, with the same number of steps on every rank.
+
+In step s the ranks together train on samples [s*G, (s+1)*G) of one global order, G being the
+global batch; rank r takes the r-th part. So N ranks with batch B see in each step exactly what
+one process with batch N*B sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from hvdtrain.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPlan:
+    """The training samples of one rank. Pure values: the same on every rank but for `rank`.
+
+    Raises:
+        DataError: Fewer samples than ranks, or nothing is left after dropping.
+    """
+
+    samples: int
+    rank: int
+    size: int
+    batch_per_rank: int
+    seed: int = 0
+    shuffle: bool = True
+    remainder: Literal["pad", "drop"] = "pad"
+
+    def __post_init__(self) -> None:
+        if self.samples < self.size:
+            raise DataError(
+                f"There are {self.samples} training samples for {self.size} ranks; every rank "
+                f"needs at least one. Start at most {self.samples} ranks, or add data.")
+        if self.steps == 0:
+            raise DataError(
+                f"With remainder='drop' nothing is left of {self.samples} samples for "
+                f"{self.size} ranks. Use remainder='pad'.")
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per step, over all ranks."""
+        return self.batch_per_rank * self.size
+
+    @property
+    def full_steps(self) -> int:
+        """Steps with a full batch on every rank."""
+        return self.samples // self.global_batch
+
+    @property
+    def last_batch_per_rank(self) -> int:
+        """Samples of each rank in the last, smaller step; 0 if there is none."""
+        left = self.samples % self.global_batch
+        return -(-left // self.size) if self.remainder == "pad" else left // self.size
+
+    @property
+    def steps(self) -> int:
+        """Steps per epoch, equal on all ranks."""
+        return self.full_steps + (1 if self.last_batch_per_rank else 0)
+
+    @property
+    def samples_per_rank(self) -> int:
+        """Samples that each rank trains on per epoch."""
+        return self.full_steps * self.batch_per_rank + self.last_batch_per_rank
+
+    @property
+    def padded(self) -> int:
+        """Samples that are trained on twice in an epoch, over all ranks (at most N-1)."""
+        return max(0, self.samples_per_rank * self.size - self.samples)
+
+    @property
+    def dropped(self) -> int:
+        """Samples that are left out of an epoch, over all ranks (at most N-1)."""
+        return max(0, self.samples - self.samples_per_rank * self.size)
+
+    def order(self, epoch: int) -> np.ndarray[Any, Any]:
+        """The samples of this rank in one epoch, in the order of training.
+
+        Args:
+            epoch: Integer, counted from 0.
+
+        Returns:
+            int64 array of shape `(samples_per_rank,)`.
+        """
+        everyone = self._global_order(int(epoch))
+        cut = self.full_steps * self.global_batch
+        full = everyone[:cut].reshape(self.full_steps, self.size, self.batch_per_rank)
+        tail = everyone[cut:]
+        if self.padded:
+            tail = np.concatenate([tail, everyone[:self.padded]])
+        tail = tail[:self.last_batch_per_rank * self.size]
+        mine = tail.reshape(self.size, self.last_batch_per_rank)[self.rank]
+        return np.concatenate([full[:, self.rank, :].reshape(-1), mine])
+
+    def _global_order(self, epoch: int) -> np.ndarray[Any, Any]:
+        if not self.shuffle:
+            return np.arange(self.samples, dtype=np.int64)
+        return np.random.default_rng([self.seed, epoch]).permutation(self.samples)
+
+
+def evaluation_rows(samples: int, rank: int, size: int) -> np.ndarray[Any, Any]:
+    """The samples that one rank evaluates: a contiguous share, nothing repeated or left out.
+
+    Returns:
+        int64 array; empty on some ranks where there are fewer samples than ranks.
+    """
+    ends = [samples * (r + 1) // size for r in range(-1, size)]
+    return np.arange(ends[rank], ends[rank + 1], dtype=np.int64)

@@ -1,0 +1,160 @@
+"""Data sources: rows by number. A source knows no rank.
+
+`Source` is the interface; `ArraySource` serves arrays in memory (or memory-mapped); `load_npz`
+opens an `.npz` file, memory-mapped where it is not compressed.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.errors import DataError
+
+Structure = Any
+"""`x`, `(x,)`, `(x, y)` or `(x, y, sample_weight)`; each may be nested as Keras allows."""
+
+
+class Source(ABC):
+    """Samples that can be read by their number, in any order, many times."""
+
+    name: str
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    @property
+    @abstractmethod
+    def signature(self) -> Structure:
+        """Structure of `tf.TensorSpec`, one per array, shapes without the batch axis."""
+
+    @abstractmethod
+    def read(self, rows: np.ndarray[Any, Any]) -> Structure:
+        """Read some samples.
+
+        Args:
+            rows: int64 array of shape `(n,)`, numbers of samples.
+
+        Returns:
+            The structure of `signature` with arrays of shape `(n, ...)`.
+        """
+
+
+@dataclass(frozen=True)
+class DataSplits:
+    """Training data, and validation data where there is some."""
+
+    train: Source
+    validation: Source | None = None
+
+
+class ArraySource(Source):
+    """Samples along the first axis of arrays.
+
+    Args:
+        data: Structure of arrays: `x`, `(x, y)` or `(x, y, sample_weight)`. Memory-mapped
+            arrays are read row by row.
+        name: String for messages.
+
+    Raises:
+        DataError: No samples, or arrays of different lengths.
+    """
+
+    def __init__(self, data: Structure, *, name: str = "arrays") -> None:
+        self.name = name
+        self._data = tf.nest.map_structure(
+            lambda a: a if isinstance(a, np.ndarray) else np.asarray(a), data)
+        lengths = {len(a) for a in tf.nest.flatten(self._data)}
+        if len(lengths) > 1:
+            raise DataError(
+                f"{name}: the arrays have different numbers of samples: "
+                f"{', '.join(map(str, sorted(lengths)))}. All must be equal along the first axis.")
+        if not lengths or lengths == {0}:
+            raise DataError(f"{name}: the data set is empty; at least one sample is needed.")
+        self._length = lengths.pop()
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def signature(self) -> Structure:
+        """See `Source.signature`."""
+        return tf.nest.map_structure(
+            lambda a: tf.TensorSpec(a.shape[1:], tf.as_dtype(a.dtype)), self._data)
+
+    @property
+    def arrays(self) -> Structure | None:
+        """The arrays, if all of them are in memory (then TensorFlow gathers rows itself)."""
+        mapped = any(isinstance(a, np.memmap) for a in tf.nest.flatten(self._data))
+        return None if mapped else self._data
+
+    def read(self, rows: np.ndarray[Any, Any]) -> Structure:
+        """See `Source.read`."""
+        return tf.nest.map_structure(lambda a: np.asarray(a[rows]), self._data)
+
+
+def load_npz(path: str | Path, *, x: str = "x", y: str | None = "y",
+             sample_weight: str | None = None) -> ArraySource:
+    """Open an `.npz` file as a source.
+
+    Members that are not compressed (`np.savez`) are memory-mapped, so that each rank reads
+    only the rows it trains on; compressed ones are loaded whole.
+
+    Args:
+        path: Path of the file.
+        x: String, the name of the inputs' array.
+        y: String or None, the name of the targets' array.
+        sample_weight: String or None, the name of the weights' array.
+
+    Raises:
+        DataError: The file is missing, unreadable, empty or lacks an array.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise DataError(f"The data file {file} does not exist. Expected an .npz file with the "
+                        f"arrays {', '.join(n for n in (x, y, sample_weight) if n)}.")
+    names = [n for n in (x, y, sample_weight) if n is not None]
+    try:
+        arrays = [_load_member(file, name) for name in names]
+    except KeyError as error:
+        with zipfile.ZipFile(file) as archive:
+            there = [n.removesuffix(".npy") for n in archive.namelist()]
+        raise DataError(f"{file} has no array {error.args[0]!r}; it has {', '.join(there)}. "
+                        "Name the arrays with x = ... and y = ...") from None
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError) as error:
+        raise DataError(f"{file} cannot be read as an .npz file ({error}). "
+                        "Write it with numpy.savez(file, x=..., y=...).") from error
+    return ArraySource(tuple(arrays) if len(arrays) > 1 else arrays[0], name=str(file))
+
+
+def _load_member(file: Path, name: str) -> np.ndarray[Any, Any]:
+    member = f"{name}.npy"
+    with zipfile.ZipFile(file) as archive:
+        if member not in archive.namelist():
+            raise KeyError(name)
+        info = archive.getinfo(member)
+        if info.compress_type != zipfile.ZIP_STORED:
+            with archive.open(member) as stream:
+                return np.lib.format.read_array(stream, allow_pickle=False)
+    with file.open("rb") as stream:
+        # Local header: 30 bytes, then name and extra field, whose lengths stand at 26 and 28.
+        stream.seek(info.header_offset + 26)
+        skip = int.from_bytes(stream.read(2), "little") + int.from_bytes(stream.read(2), "little")
+        stream.seek(info.header_offset + 30 + skip)
+        version = np.lib.format.read_magic(stream)
+        read_header = (np.lib.format.read_array_header_1_0 if version == (1, 0)
+                       else np.lib.format.read_array_header_2_0)
+        shape, fortran, dtype = read_header(stream)
+        if dtype.hasobject:
+            raise ValueError(f"array {name!r} holds Python objects")
+        if 0 in shape:
+            return np.empty(shape, dtype)
+        return np.memmap(file, dtype=dtype, mode="r", offset=stream.tell(), shape=shape,
+                         order="F" if fortran else "C")

@@ -1,0 +1,140 @@
+"""Jobs: what to train. A job file (`.toml`) is parsed here, without TensorFlow.
+
+A *job file* names a model, data, optimizer, loss and settings:
+
+    [model]
+    name = "digits_mlp"            # a name of hvdtrain.zoo, "module:function" or "file.py:function"
+    hidden = 128                   # any other key is an argument of that function
+
+    [data]
+    name = "digits"
+
+    [optimizer]
+    name = "Adam"                  # a class of keras.optimizers, or "module:Class"
+    learning_rate = 1e-3
+
+    [compile]
+    loss = "sparse_categorical_crossentropy"
+    metrics = ["accuracy"]
+
+    [train]                        # fields of hvdtrain.TrainConfig
+    batch_per_rank = 32
+    epochs = 10
+
+A *Python job* is a module with a function `job()` that returns a `Job`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.config import TrainConfig, check_types, from_mapping
+from hvdtrain.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A model, its data and its settings. Made alike on every rank.
+
+    The functions are called after the rank's GPU is pinned and the seeds are set, so that
+    importing the job's module must not run TensorFlow operations.
+    """
+
+    name: str
+    """Used for the default output folder."""
+    model: Callable[[], Any]
+    """Returns a compiled `keras.Model` with an ordinary Keras optimizer."""
+    data: Callable[[], Any]
+    """Returns a `DataSplits`, or arrays `(x, y)` to train on."""
+    config: TrainConfig = field(default_factory=TrainConfig)
+    callbacks: Callable[[], Sequence[Any]] = list
+    """Returns Keras callbacks, called on every rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """A function or class by name, and its arguments."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig:
+    """The `[compile]` table: arguments of `model.compile`."""
+
+    loss: str | None = None
+    """A name that `keras.losses.get` knows, or `module:function`."""
+    metrics: tuple[str, ...] = ()
+    from_logits: bool = False
+    """The model's outputs are logits (for the crossentropies)."""
+    steps_per_execution: int = 1
+    """Batches that run in one call of the train function."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFile:
+    """A parsed `.toml` job."""
+
+    path: Path
+    model: Named
+    data: Named
+    optimizer: Named
+    compile: CompileConfig
+    train: TrainConfig
+
+
+_TABLES = ("model", "data", "optimizer", "compile", "train")
+
+
+def read_job_file(path: Path) -> JobFile:
+    """Read and check a `.toml` job. Needs no TensorFlow.
+
+    Raises:
+        ConfigError: The file is missing or malformed, or a table, key or type is wrong.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"The job file {path} does not exist. Give a .toml file, a .py file "
+                          "or a module; examples/ has some of each.") from None
+    except OSError as error:
+        raise ConfigError(f"The job file {path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+    unknown = sorted(set(tables) - set(_TABLES))
+    if unknown:
+        raise ConfigError(f"{path}: unknown table or key {', '.join(map(repr, unknown))}. "
+                          f"Valid tables: {', '.join(f'[{t}]' for t in _TABLES)}.")
+    for name in tables:
+        if not isinstance(tables[name], dict):
+            raise ConfigError(f"{path}: {name} must be a table, written [{name}]. "
+                              f"Received: {name} = {tables[name]!r}")
+    compile_table = dict(tables.get("compile", {}))
+    if isinstance(compile_table.get("metrics"), list):
+        compile_table["metrics"] = tuple(compile_table["metrics"])
+    return JobFile(
+        path=path,
+        model=_named(path, tables, "model"),
+        data=_named(path, tables, "data"),
+        optimizer=_named(path, tables, "optimizer", default="Adam"),
+        compile=from_mapping(CompileConfig, compile_table, where=f"{path}, [compile]"),
+        train=from_mapping(TrainConfig, tables.get("train", {}), where=f"{path}, [train]"))
+
+
+def _named(path: Path, tables: dict[str, Any], table: str, default: str | None = None) -> Named:
+    values = dict(tables.get(table, {}))
+    name = values.pop("name", default)
+    if not isinstance(name, str):
+        raise ConfigError(
+            f"{path}: [{table}] needs a name. Received: "
+            f"{'no [' + table + '] table' if table not in tables else repr(tables[table])}. "
+            f"Write [{table}] and, below it, name = \"...\"")
+    return Named(name=name, arguments=values)

@@ -1,0 +1,240 @@
+"""`DistributedOptimizer`: makes a Keras optimizer average its gradients over all ranks.
+
+It hooks the user's own object and returns that same object: class, config, name, variables and
+loaded state stay what they were, and a saved file holds a plain Keras optimizer. What is hooked,
+and why there, is told in `optim.keras_seam`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.collectives.base import Collective
+from hvdtrain.collectives.current import current
+from hvdtrain.errors import OptimizerError
+from hvdtrain.optim import keras_seam
+from hvdtrain.optim.reducer import GradientReducer, ReducerOptions
+
+_STATE = "_hvdtrain_state"
+_counter = itertools.count()
+
+
+@dataclass(kw_only=True)
+class HookState:
+    """What hvdtrain keeps on a hooked optimizer (never serialised)."""
+
+    owner_id: int
+    collective: Collective
+    learning_rate_multiplier: Callable[[Any], Any] | None = None
+    """Maps the iteration (int64 tensor) to a factor on the learning rate, during updates."""
+    loss_watch: Callable[[Any], None] | None = None
+    """Called with each step's unscaled loss while the step is traced."""
+
+
+def state_of(optimizer: Any) -> HookState | None:
+    """The hook state of exactly this object, or None: a copy does not count."""
+    state = getattr(optimizer, "__dict__", {}).get(_STATE)
+    return state if state is not None and state.owner_id == id(optimizer) else None
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether this very object reduces its gradients over the ranks.
+
+    deepcopy, pickle, `clone_model`, `load_model` and `from_config` all give a plain optimizer.
+    """
+    return state_of(optimizer) is not None
+
+
+def DistributedOptimizer(  # noqa: N802 - the name the field knows
+        optimizer: Any, *, collective: Collective | None = None,
+        options: ReducerOptions | None = None) -> Any:
+    """Make `optimizer` average its gradients over all ranks, in place.
+
+    All ranks must call it, in the same order for several optimizers. Calling it again on the
+    same object does nothing. Gradients are averaged once per applied update: after
+    accumulation and loss unscaling, before clipping and weight decay, so that N ranks with
+    batch B give the weights that one process gives with batch N*B.
+
+    Args:
+        optimizer: A Keras 3 optimizer, `LossScaleOptimizer` or `MultiOptimizer`, built or not.
+        collective: The collective to use; defaults to that of `hvdtrain.init()`.
+        options: How to reduce; defaults to `ReducerOptions()`.
+
+    Returns:
+        The same object.
+
+    Raises:
+        OptimizerError: `optimizer` is not a Keras optimizer object, or Keras is not known.
+
+    Example:
+        >>> hvdtrain.init()
+        >>> model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.Adam(1e-3)), "mse")
+    """
+    if is_distributed(optimizer):
+        return optimizer
+    if not hasattr(optimizer, "apply") or not hasattr(optimizer, "variables"):
+        raise OptimizerError(
+            f"Expected a Keras optimizer object. Received: {optimizer!r} of type "
+            f"{type(optimizer).__name__}. Use e.g. keras.optimizers.Adam(1e-3).")
+    keras_seam.check_keras()
+    if collective is None:
+        collective = current()
+    base = f"hvdtrain.opt{next(_counter)}"
+    reduce_options = options or ReducerOptions()
+    leaves = keras_seam.leaf_optimizers(optimizer)
+    fresh = [leaf for leaf in leaves if not is_distributed(leaf)]
+    accumulates = any(leaf.gradient_accumulation_steps for leaf in leaves)
+    loss_scale = keras_seam.is_loss_scale(optimizer)
+    if loss_scale and len(fresh) == len(leaves) and not accumulates:
+        _hook_scaled_apply(optimizer, GradientReducer(collective, base, reduce_options))
+        fresh_reducers: list[GradientReducer | None] = [None] * len(fresh)
+    else:
+        fresh_reducers = [GradientReducer(collective, f"{base}.{k}", reduce_options)
+                          for k in range(len(fresh))]
+        if loss_scale:
+            _hook_agreement(optimizer, collective, base)
+    for leaf, reducer in zip(fresh, fresh_reducers, strict=True):
+        _hook_leaf(leaf, reducer, outer=optimizer)
+        _mark(leaf, collective)
+    _mark(optimizer, collective)
+    _hook_loss(optimizer)
+    _hook_data_dependency(optimizer)
+    return optimizer
+
+
+def _mark(optimizer: Any, collective: Collective) -> None:
+    if not is_distributed(optimizer):
+        keras_seam.set_on_instance(
+            optimizer, _STATE, HookState(owner_id=id(optimizer), collective=collective))
+
+
+def _hook_leaf(leaf: Any, reducer: GradientReducer | None, *, outer: Any) -> None:
+    """Order gradients as built, reduce them before they are clipped, scale the rate."""
+    context: dict[str, Any] = {"indices": (), "applying": False}
+
+    def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+        def _backend_apply_gradients(grads: Any, trainable_variables: Any) -> Any:
+            grads, variables = list(grads), list(trainable_variables)
+            # Everything after this runs in build order on every rank: a global norm summed in
+            # another order rounds differently, and ranks would drift apart.
+            order = keras_seam.build_order(leaf, variables)
+            context["indices"] = [leaf._get_variable_index(variables[j]) for j in order]
+            context["applying"] = True
+            try:
+                return original([grads[j] for j in order], [variables[j] for j in order])
+            finally:
+                context["applying"] = False
+        return _backend_apply_gradients
+
+    def clip(original: Callable[..., Any]) -> Callable[..., Any]:
+        def _clip_gradients(grads: Any) -> Any:
+            _refuse_unhooked_loss_scale(leaf, outer)
+            reduced = grads if reducer is None else reducer(grads, context["indices"])
+            return original(reduced)
+        return _clip_gradients
+
+    def current_rate(original: Callable[..., Any]) -> Callable[..., Any]:
+        def _get_current_learning_rate() -> Any:
+            rate = original()
+            state = state_of(leaf)
+            if state is None or state.learning_rate_multiplier is None or not context["applying"]:
+                return rate
+            factor = state.learning_rate_multiplier(tf.convert_to_tensor(leaf._iterations))
+            rate = tf.convert_to_tensor(rate)
+            return rate * tf.cast(factor, rate.dtype)
+        return _get_current_learning_rate
+
+    keras_seam.replace_method(leaf, "_backend_apply_gradients", apply_gradients)
+    keras_seam.replace_method(leaf, "_clip_gradients", clip)
+    keras_seam.replace_method(leaf, "_get_current_learning_rate", current_rate)
+
+
+def _hook_scaled_apply(optimizer: Any, reducer: GradientReducer) -> None:
+    """LossScaleOptimizer without accumulation: reduce the scaled gradients, before the finite
+    check. All ranks then see the same gradients, so all skip or apply; no extra collective.
+    """
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(grads: Any, trainable_variables: Any = None) -> Any:
+            grads = list(grads)
+            if not optimizer.built:
+                optimizer.build(list(trainable_variables))
+                optimizer.built = True
+            variables = list(trainable_variables or optimizer._trainable_variables)
+            order = keras_seam.build_order(optimizer, variables)
+            indices = [optimizer._get_variable_index(variables[j]) for j in order]
+            reduced = reducer([grads[j] for j in order], indices)
+            return original(reduced, [variables[j] for j in order])
+        return apply
+    keras_seam.replace_method(optimizer, "apply", make)
+
+
+def _hook_agreement(optimizer: Any, collective: Collective, base: str) -> None:
+    """LossScaleOptimizer with accumulation: ranks agree whether the gradients are finite."""
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def check_finite(grads: Any) -> Any:
+            finite = original(grads)
+            if collective.size == 1:
+                return finite
+            agreed = collective.reduce(
+                [tf.cast(finite, tf.float32)], name=f"{base}.finite", op="min")[0]
+            return agreed > 0.5
+        return check_finite
+    keras_seam.replace_method(optimizer, "check_finite", make)
+
+
+def _hook_loss(optimizer: Any) -> None:
+    """Show each step's loss to the watch, before it is scaled."""
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def scale_loss(loss: Any) -> Any:
+            state = state_of(optimizer)
+            if state is not None and state.loss_watch is not None:
+                state.loss_watch(loss)
+            return original(loss)
+        return scale_loss
+    keras_seam.replace_method(optimizer, "scale_loss", make)
+
+
+def _hook_data_dependency(optimizer: Any) -> None:
+    """Make `apply` wait for a gradient.
+
+    When a data set of unknown size ends, Keras runs one step more whose `get_next` fails, but
+    whatever does not depend on data has then run: `iterations`, weight decay, EMA. The last
+    variable's gradient is the first one made, so waiting for it keeps the overlap.
+    """
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(grads: Any, trainable_variables: Any = None) -> Any:
+            grads = list(grads)
+            last = next((g for g in reversed(grads) if g is not None), None)
+            if last is None or tf.executing_eagerly():
+                return original(grads, trainable_variables)
+            tensor = last.values if isinstance(last, tf.IndexedSlices) else last
+            with tf.control_dependencies([tensor]):
+                return original(grads, trainable_variables)
+        return apply
+    keras_seam.replace_method(optimizer, "apply", make)
+
+
+def _refuse_unhooked_loss_scale(leaf: Any, outer: Any) -> None:
+    """Refuse to reduce below a LossScaleOptimizer that does not agree over ranks.
+
+    `compile` under mixed_float16 wraps a distributed optimizer in a plain LossScaleOptimizer;
+    one overflowing rank would then skip the collective and all would wait for ever.
+    """
+    import inspect
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_stateful_handle_finite_grads":
+            scaler = frame.f_locals.get("self")
+            if scaler is not outer and not is_distributed(scaler):
+                raise OptimizerError(
+                    f"The distributed optimizer `{leaf.name}` sits inside a "
+                    f"`{type(scaler).__name__}` that is not distributed (compile() adds one "
+                    "under the mixed_float16 policy): ranks would disagree on overflow and "
+                    "wait for ever. Use DistributedOptimizer(LossScaleOptimizer(optimizer)).")
+            return
+        frame = frame.f_back

@@ -1,0 +1,147 @@
+"""Variables over ranks: broadcast from the chief, and a checksum that finds ranks that differ."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.collectives.base import Collective
+from hvdtrain.errors import TrainingError
+from hvdtrain.optim import keras_seam
+
+SEED_STRIDE = 7919
+"""Added to dropout seeds once per rank: after a broadcast all ranks would drop the same units."""
+
+
+def training_state(model: Any) -> list[Any]:
+    """Every variable that a training step reads or writes: model, optimizer, seeds.
+
+    Returns:
+        A list of Keras variables without duplicates, in an order that depends on the model only.
+    """
+    found: dict[int, Any] = {}
+    optimizer = getattr(model, "optimizer", None)
+    for variable in [*model.variables, *(optimizer.variables if optimizer else []),
+                     keras_seam.global_seed_variable()]:
+        found.setdefault(id(variable), variable)
+    return list(found.values())
+
+
+def broadcast(collective: Collective, variables: Sequence[Any], *, root: int = 0) -> int:
+    """Copy the values of rank `root` to all ranks. All ranks must call it.
+
+    Args:
+        collective: The collective to use.
+        variables: Sequence of Keras or TensorFlow variables, in the same order on all ranks.
+        root: Integer, the rank whose values are copied.
+
+    Returns:
+        The number of bytes sent.
+
+    Raises:
+        TrainingError: The ranks hold different structures; the first difference is named.
+    """
+    if collective.size == 1:
+        return 0
+    _compare_structure(collective, variables)
+    arrays = [_value(v) for v in variables]
+    flat = np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]
+                          or [np.empty(0, np.uint8)])
+    received = collective.broadcast_array(flat, root=root)
+    start = 0
+    for variable, array in zip(variables, arrays, strict=True):
+        part = received[start:start + array.nbytes].view(array.dtype).reshape(array.shape)
+        start += array.nbytes
+        if collective.rank != root:
+            variable.assign(part)
+    return int(flat.nbytes)
+
+
+def _compare_structure(collective: Collective, variables: Sequence[Any]) -> None:
+    mine = [(tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
+    everyone = collective.gather_objects(mine)
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        where = next((i for i, (a, b) in enumerate(zip(everyone[0], theirs, strict=False))
+                      if a != b), min(len(everyone[0]), len(theirs)))
+        at = [s[where] if where < len(s) else "nothing" for s in (everyone[0], theirs)]
+        raise TrainingError(
+            f"The ranks built different models: rank 0 has {len(everyone[0])} variables, rank "
+            f"{rank} has {len(theirs)}; the first difference is variable {where}: {at[0]} on "
+            f"rank 0, {at[1]} on rank {rank}. Build the model from the same settings on all "
+            "ranks; nothing in it may depend on the rank.")
+
+
+def _value(variable: Any) -> np.ndarray[Any, Any]:
+    return np.asarray(keras.ops.convert_to_numpy(variable))
+
+
+def seed_variables(variables: Iterable[Any]) -> list[Any]:
+    """The states of seed generators among `variables`."""
+    return [v for v in variables
+            if "seed_generator_state" in getattr(v, "path", "") and tuple(v.shape) == (2,)]
+
+
+def fold_rank_into_seeds(variables: Iterable[Any], rank: int) -> None:
+    """Give each rank its own dropout masks. Call after `broadcast`; rank 0 keeps its seeds."""
+    if rank == 0:
+        return
+    for variable in seed_variables(variables):
+        state = _value(variable).copy()
+        state[0] += np.asarray(rank * SEED_STRIDE).astype(state.dtype)
+        variable.assign(state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digests:
+    """One CRC-32 per variable."""
+
+    names: tuple[str, ...]
+    values: tuple[int, ...]
+
+
+def digests(variables: Sequence[Any]) -> Digests:
+    """Checksum each variable, bit for bit."""
+    return Digests(
+        names=tuple(str(getattr(v, "path", v.name)) for v in variables),
+        values=tuple(zlib.crc32(np.ascontiguousarray(_value(v)).reshape(-1).view(np.uint8))
+                     for v in variables))
+
+
+def check_equal(collective: Collective, variables: Sequence[Any], *, when: str) -> None:
+    """Stop where ranks hold different values. All ranks must call it.
+
+    Args:
+        collective: The collective to use.
+        variables: Sequence of variables that must be bitwise equal on all ranks: weights that
+            gradients update, and the optimizer's.
+        when: String for the message, e.g. `"after step 1"`.
+
+    Raises:
+        TrainingError: On every rank, naming the ranks that differ from the majority and the
+            first variable in which they do.
+    """
+    if collective.size == 1:
+        return
+    mine = digests(variables)
+    everyone: list[tuple[int, ...]] = collective.gather_objects(mine.values)
+    majority = Counter(everyone).most_common(1)[0][0]
+    odd = [rank for rank, values in enumerate(everyone) if values != majority]
+    if not odd:
+        return
+    first = next(i for i, (a, b) in enumerate(zip(majority, everyone[odd[0]], strict=True))
+                 if a != b)
+    raise TrainingError(
+        f"The ranks no longer hold the same weights {when}: rank"
+        f"{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} of {collective.size} "
+        f"differ from the others, first in `{mine.names[first]}`. Something updates weights on "
+        "one rank only (a callback, a custom train_step that bypasses the optimizer, or "
+        "different library versions on the hosts). Training was stopped; the last checkpoint "
+        "is from before.")

@@ -1,0 +1,53 @@
+"""`run_job`: one rank's whole run of a job, as `hvdtrain fit` does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.config import TrainConfig, replace
+from hvdtrain.job import Job
+from hvdtrain.session import Session
+
+DEFAULT_OUTPUT = Path("runs")
+
+
+def with_default_output(job: Job, changes: dict[str, Any]) -> TrainConfig:
+    """The job's settings with the command line's changes; output defaults to `runs/<job>`."""
+    if changes.get("output") is None and job.config.output is None:
+        changes = {**changes, "output": DEFAULT_OUTPUT / job.name}
+    return replace(job.config, **changes)
+
+
+def run_job(job: Job, config: TrainConfig, session: Session, *,
+            stop_asked: Callable[[], bool] | None = None, dry_run: bool = False) -> Any:
+    """Build the job's model and data, make its optimizer distributed, and train. All ranks.
+
+    Args:
+        job: What to train.
+        config: Settings, in place of the job's own.
+        session: This rank.
+        stop_asked: Callable that tells whether this process was told to stop.
+        dry_run: Boolean; print the plan and return.
+
+    Returns:
+        A `FitResult`.
+    """
+    import keras
+
+    from hvdtrain.data.source import DataSplits
+    from hvdtrain.optim import DistributedOptimizer, ReducerOptions
+    from hvdtrain.train.fit import fit
+    keras.utils.set_random_seed(config.seed)
+    data = job.data()
+    splits = data if isinstance(data, DataSplits) else DataSplits(train=data)
+    model = job.model()
+    if getattr(model, "optimizer", None) is not None:
+        DistributedOptimizer(
+            model.optimizer, collective=session.collective,
+            options=ReducerOptions(bucket_bytes=int(config.bucket_mb * (1 << 20)),
+                                   sparse=config.sparse))
+    return fit(model, splits.train, validation=splits.validation, config=config,
+               callbacks=tuple(job.callbacks()), session=session, job=job.name,
+               stop_asked=stop_asked, dry_run=dry_run)

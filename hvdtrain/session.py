@@ -1,0 +1,104 @@
+"""`init`: from a bare process to a rank that has met the others.
+
+Order: who am I (world), what can carry bytes (collective choice), my devices, meet the others,
+compare what was promised with what was found.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain import log
+from hvdtrain.collectives import current as default_collective
+from hvdtrain.collectives.base import Collective
+from hvdtrain.collectives.select import Choice, choose, create
+from hvdtrain.errors import WorldError
+from hvdtrain.horovod_check import check_horovod
+from hvdtrain.optional import require
+from hvdtrain.world import World
+from hvdtrain.world.detect import detect_world
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """This process as a rank among others."""
+
+    world: World
+    collective: Collective
+    choice: Choice
+    devices: Any
+    """A `train.devices.DevicePlan`."""
+
+
+_current: list[Session] = []
+
+
+def init(*, collective: str = "auto", environ: MutableMapping[str, str] | None = None) -> Session:
+    """Find out which rank this process is, pin its devices and meet the others. All ranks.
+
+    Call it before the first TensorFlow operation. A second call returns the same session.
+
+    Args:
+        collective: String, `"auto"`, `"horovod-gloo"`, `"horovod-mpi"`, `"mpi4py"` or `"single"`.
+        environ: Mapping; defaults to the process environment. `HOROVOD_*` variables are added
+            to it where no starter prepared a rendezvous.
+
+    Returns:
+        The `Session`: world, collective and device plan.
+
+    Raises:
+        WorldError: The processes do not form the group that was promised.
+        CollectiveError: Nothing usable carries bytes between the ranks.
+        DeviceError: More ranks on this host than GPUs.
+    """
+    if _current:
+        return _current[0]
+    env = os.environ if environ is None else environ
+    world = detect_world(env)
+    log.configure(log.rank_prefix(world.rank, world.size, world.host))
+    choice = choose(collective, world, check_horovod())
+    require("tensorflow", "training")
+    require("keras", "training")
+    from hvdtrain.train import devices
+    plan = devices.pin(world, env)
+    if choice.name == "horovod-gloo" and world.rendezvous == "bootstrap":
+        from hvdtrain.runtime.bootstrap import bootstrap
+        env.update(bootstrap(world, env))
+    made = create(choice)
+    compare_with_promise(world, made)
+    session = Session(world=world, collective=made, choice=choice, devices=plan)
+    _current.append(session)
+    default_collective.use(made)
+    return session
+
+
+def shutdown() -> None:
+    """Close the collective. All ranks; for scripts and tests that go on afterwards."""
+    if _current:
+        _current.pop().collective.close()
+        default_collective.use(None)
+
+
+def compare_with_promise(world: World, collective: Collective) -> None:
+    """Stop a rank that was promised to be one of N and finds itself elsewhere.
+
+    Raises:
+        WorldError: Size or rank differ; says which mix of starter and library causes it.
+    """
+    if collective.size == world.size and collective.rank == world.rank:
+        return
+    if collective.size == 1 and world.size > 1:
+        raise WorldError(
+            f"This process was started by {world.starter} as rank {world.rank} of {world.size}, "
+            f"but {collective.name} finds it alone: {world.size} independent trainings would "
+            f"run. The {world.starter} launcher and the MPI library of {collective.name} do not "
+            "belong together. Use the mpirun of that MPI (`hvdtrain launch --starter mpirun` "
+            f"finds it), or no MPI at all: hvdtrain launch -np {world.size} fit ...")
+    raise WorldError(
+        f"{world.starter} started this process as rank {world.rank} of {world.size}, but "
+        f"{collective.name} says rank {collective.rank} of {collective.size}. Variables of two "
+        f"starters are mixed: {', '.join(f'{k}={v}' for k, v in world.evidence.items())}. "
+        "Start the job from a fresh shell.")

@@ -1,0 +1,1 @@
+"""The training side: devices, learning rate, checkpoints, callbacks, and `fit`."""

@@ -1,0 +1,130 @@
+"""What is written during training: checkpoints, `metrics.jsonl`, a TensorBoard log.
+
+Only the chief writes; where a write can fail, all ranks take part so that all hear of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from hvdtrain.collectives.base import Collective
+from hvdtrain.errors import CheckpointError
+from hvdtrain.train.checkpoint import CheckpointStore, RunState
+from hvdtrain.train.chief import on_chief
+
+
+class CheckpointWriter(keras.callbacks.Callback):
+    """Writes a checkpoint after every so many epochs, and after the last. On every rank.
+
+    Args:
+        collective: The collective of the run.
+        store: Where checkpoints go.
+        every_epochs: Integer, at least 1.
+        last_epoch: Integer, the number of epochs of the run.
+        steps_per_epoch: Integer.
+        template: `RunState` with the facts that do not change.
+    """
+
+    def __init__(self, *, collective: Collective, store: CheckpointStore, every_epochs: int,
+                 last_epoch: int, steps_per_epoch: int, lr_scale: float, version: str) -> None:
+        super().__init__()
+        self._collective = collective
+        self._store = store
+        self._every = every_epochs
+        self._last = last_epoch
+        self._steps = steps_per_epoch
+        self._lr_scale = lr_scale
+        self._version = version
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Save where it is due."""
+        del logs
+        done = epoch + 1
+        if done % self._every and done != self._last and not self.model.stop_training:
+            return
+        run_state = RunState(epoch=done, step=done * self._steps, ranks=self._collective.size,
+                             lr_scale=self._lr_scale, version=self._version)
+        on_chief(self._collective, lambda: str(self._store.save(self.model, run_state)))
+
+
+class MetricsWriter(keras.callbacks.Callback):
+    """Appends one JSON object per epoch to `metrics.jsonl`. The chief only.
+
+    Args:
+        path: Path of the file.
+        first_epoch: Integer; lines of this epoch and later ones (from a run that was cut off)
+            are removed first.
+        samples_per_epoch: Integer, over all ranks.
+    """
+
+    def __init__(self, path: Path, *, first_epoch: int, samples_per_epoch: int) -> None:
+        super().__init__()
+        self._path = path
+        self._samples = samples_per_epoch
+        self._began = 0.0
+        kept = [line for line in (path.read_text().splitlines() if path.is_file() else [])
+                if _epoch_of(line) <= first_epoch]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(line + "\n" for line in kept))
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Start the clock."""
+        del epoch, logs
+        self._began = time.perf_counter()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Write the line."""
+        seconds = time.perf_counter() - self._began
+        line = {"epoch": epoch + 1, **{k: float(v) for k, v in (logs or {}).items()},
+                "seconds": round(seconds, 4), "samples_per_s": round(self._samples / seconds, 2)}
+        try:
+            with self._path.open("a") as stream:
+                stream.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._path} could not be written: {error.strerror or error}. Free space on "
+                "the disk, then go on with --resume.") from error
+
+
+def _epoch_of(line: str) -> float:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return float(json.loads(line)["epoch"])
+    return float("inf")
+
+
+class TensorBoardWriter(keras.callbacks.Callback):
+    """Writes each epoch's figures as TensorBoard scalars. The chief only.
+
+    (Keras' own callback overrides `on_train_batch_end`, which costs a copy of the metrics from
+    the device after every batch.)
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._writer: Any = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Open the log."""
+        del logs
+        import tensorflow as tf
+        self._writer = tf.summary.create_file_writer(str(self._folder))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Write the figures."""
+        import tensorflow as tf
+        with self._writer.as_default(step=epoch + 1):
+            for name, value in (logs or {}).items():
+                tf.summary.scalar(name, value)
+        self._writer.flush()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Close the log."""
+        del logs
+        self._writer.close()

@@ -1,0 +1,41 @@
+"""Work that only the chief does, whose failure all ranks must hear of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from hvdtrain.collectives.base import Collective
+from hvdtrain.errors import HvdtrainError
+
+T = TypeVar("T")
+
+
+def on_chief(collective: Collective, work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 and give its result, or its error, to all ranks.
+
+    All ranks must call it. An error stops every rank with the same message, so that none waits
+    for a chief that has gone.
+
+    Args:
+        collective: The collective to use.
+        work: Callable without arguments; its result must be picklable.
+
+    Raises:
+        HvdtrainError: What `work` raised on the chief (same type), on every rank.
+    """
+    result: T | None = None
+    failed: HvdtrainError | None = None
+    if collective.rank == 0:
+        try:
+            result = work()
+        except HvdtrainError as error:
+            failed = error
+    outcome: tuple[T | None, tuple[type[HvdtrainError], str] | None] = collective.gather_objects(
+        (result, (type(failed), str(failed)) if failed is not None else None))[0]
+    if failed is not None:
+        raise failed
+    if outcome[1] is not None:
+        kind, message = outcome[1]
+        raise kind(message)
+    return outcome[0]  # type: ignore[return-value]

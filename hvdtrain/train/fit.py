@@ -1,0 +1,256 @@
+"""`fit`: trains a compiled Keras model on all ranks. The function to read first.
+
+Who owns what:
+
+- data: `data.shard.ShardPlan` decides which samples, `data.pipeline` makes batches of them;
+- gradients: `optim.distributed`, hooked into the model's optimizer before this is called;
+- learning rate: `train.schedule`;
+- what ranks do together during training: `train.callbacks.coordinator`;
+- files: `train.checkpoint`, `train.callbacks.writers`;
+- the loop itself: Keras.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+import hvdtrain
+from hvdtrain.config import TrainConfig
+from hvdtrain.data.pipeline import evaluation_dataset, training_dataset
+from hvdtrain.data.shard import ShardPlan, evaluation_rows
+from hvdtrain.data.source import ArraySource, Source
+from hvdtrain.errors import CheckpointError, OptimizerError
+from hvdtrain.log import get_logger
+from hvdtrain.optim import keras_seam, state
+from hvdtrain.optim.distributed import DistributedOptimizer, is_distributed
+from hvdtrain.session import Session, init
+from hvdtrain.train import schedule
+from hvdtrain.train.callbacks.coordinator import Coordinator
+from hvdtrain.train.callbacks.writers import CheckpointWriter, MetricsWriter, TensorBoardWriter
+from hvdtrain.train.checkpoint import CheckpointStore, save_model
+from hvdtrain.train.chief import on_chief
+from hvdtrain.train.plan import TrainPlan, compare_settings, rank_texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """What a run gave; equal on all ranks."""
+
+    history: dict[str, list[float]]
+    """Figures per epoch of this run, over all ranks: `loss`, metrics, `val_*`, `learning_rate`."""
+    first_epoch: int
+    """Epochs that were already done (0, or more when resumed)."""
+    model_path: Path | None
+    """The final model, a plain `.keras` file; None without an output folder."""
+
+
+def fit(model: Any, train: Source | Any, *, validation: Source | Any | None = None,
+        config: TrainConfig | None = None, callbacks: Sequence[Any] = (),
+        session: Session | None = None, job: str = "fit",
+        stop_asked: Callable[[], bool] | None = None, dry_run: bool = False) -> FitResult:
+    """Train a compiled Keras model on all ranks. Every rank must call it.
+
+    Args:
+        model: A compiled `keras.Model` whose optimizer is a `DistributedOptimizer`.
+        train: A `Source`, or arrays `x` or `(x, y)` or `(x, y, sample_weight)`, the same on all
+            ranks; each rank trains on its share.
+        validation: As `train`, evaluated on all ranks after each epoch; or None.
+        config: How to train; defaults to `TrainConfig()`.
+        callbacks: Keras callbacks, called on every rank after the metrics of all ranks are in.
+        session: Defaults to that of `hvdtrain.init()`.
+        job: String, the name in the plan.
+        stop_asked: Callable that tells whether this process was told to stop.
+        dry_run: Boolean; print the plan and return.
+
+    Returns:
+        A `FitResult`.
+
+    Raises:
+        OptimizerError: The model's optimizer is not distributed.
+        ConfigError: Ranks were given different settings.
+        DataError: Fewer samples than ranks.
+        TrainingError: The loss is not finite, or ranks hold different weights.
+        CheckpointError: A file could not be written or read.
+    """
+    session = session or init()
+    config = config or TrainConfig()
+    train, validation = _as_source(train, "train"), _as_source(validation, "validation")
+    _prepare_optimizer(model, session)
+    compare_settings(session.collective, config, len(train))
+    shards = ShardPlan(
+        samples=len(train), rank=session.world.rank, size=session.world.size,
+        batch_per_rank=config.batch_per_rank, seed=config.seed, shuffle=config.shuffle,
+        remainder=config.remainder)
+    _build(model, train)
+    plan = _make_plan(model, session, config, shards, validation, job)
+    if session.world.is_chief:
+        print(f"hvdtrain plan\n{plan.render()}", flush=True)  # noqa: T201 - promised output
+    if dry_run:
+        return FitResult(history={}, first_epoch=0, model_path=None)
+    store = _open_output(session, config)
+    schedule.install(model.optimizer, plan.lr)
+    first_epoch = _resume(model, session, config, store, plan)
+    variables = state.training_state(model)
+    state.broadcast(session.collective, variables)
+    state.fold_rank_into_seeds(variables, session.world.rank)
+    history = _train(model, train, validation, session, plan, store, first_epoch,
+                     list(callbacks), stop_asked or (lambda: False))
+    return FitResult(history=history, first_epoch=first_epoch,
+                     model_path=_save_final(model, session, config))
+
+
+def _as_source(data: Any, name: str) -> Any:
+    return data if data is None or isinstance(data, Source) else ArraySource(data, name=name)
+
+
+def _prepare_optimizer(model: Any, session: Session) -> None:
+    """Check that gradients are reduced, and undo what `compile` did against it."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        raise OptimizerError("The model is not compiled. Call model.compile(optimizer, loss) "
+                             "before training.")
+    leaves = keras_seam.leaf_optimizers(optimizer)
+    if not is_distributed(optimizer) and not all(is_distributed(leaf) for leaf in leaves):
+        raise OptimizerError(
+            f"The model's optimizer ({type(optimizer).__name__}) is not distributed: each rank "
+            "would train alone. Compile with hvdtrain.DistributedOptimizer(optimizer). A copied, "
+            "unpickled or reloaded optimizer is a plain one again: call "
+            "hvdtrain.DistributedOptimizer(model.optimizer) after loading.")
+    # compile() wraps an optimizer in a plain LossScaleOptimizer under mixed_float16.
+    DistributedOptimizer(optimizer, collective=session.collective)
+    keras_seam.self_test()
+    if model.jit_compile:
+        model.jit_compile = False
+    model.train_function = None
+
+
+def _build(model: Any, train: Source) -> None:
+    """Build model and optimizer now: what is built during tracing cannot be broadcast."""
+    if not model.built:
+        import numpy as np
+        sample = train.read(np.zeros(1, np.int64))
+        inputs = sample[0] if isinstance(sample, tuple) else sample
+        model(tf.nest.map_structure(tf.convert_to_tensor, inputs))
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def _make_plan(model: Any, session: Session, config: TrainConfig, shards: ShardPlan,
+               validation: Source | None, job: str) -> TrainPlan:
+    optimizer = model.optimizer
+    return TrainPlan(
+        job=job, shards=shards, config=config, optimizer=type(optimizer).__name__,
+        lr=schedule.plan_learning_rate(
+            shards.size, config.lr_scaling, config.warmup_epochs, shards.steps),
+        base_rate=schedule.base_rate(optimizer), parameters=int(model.count_params()),
+        validation_samples=0 if validation is None else len(validation),
+        ranks=rank_texts(session),
+        collective=f"{session.collective.name} ({session.choice.reason})")
+
+
+def _open_output(session: Session, config: TrainConfig) -> CheckpointStore | None:
+    """Refuse to write over a former run, unless told to."""
+    output = config.output
+    if output is None:
+        return None
+    store = CheckpointStore(output / "checkpoints", keep=config.keep_checkpoints)
+
+    def prepare() -> None:
+        if config.overwrite:
+            store.clear()
+            for name in ("metrics.jsonl", "model.keras"):
+                (output / name).unlink(missing_ok=True)
+            shutil.rmtree(output / "tensorboard", ignore_errors=True)
+        elif not config.resume and store.paths():
+            raise CheckpointError(
+                f"{output} holds checkpoints of a former run (newest: {store.paths()[-1].name}). "
+                "Go on with it (--resume), delete them (--overwrite), or give another folder "
+                "(--output).")
+    on_chief(session.collective, prepare)
+    return store
+
+
+def _resume(model: Any, session: Session, config: TrainConfig, store: CheckpointStore | None,
+            plan: TrainPlan) -> int:
+    """Load the newest whole checkpoint on the chief; returns the epochs that are done."""
+    if not config.resume or store is None:
+        return 0
+    found = on_chief(session.collective, lambda: store.load_newest(model))
+    if found is None:
+        if session.world.is_chief:
+            get_logger().info("No checkpoint in %s yet: starting from the beginning.",
+                              store.folder)
+        return 0
+    if session.world.is_chief:
+        schedule.rescale(model.optimizer, plan.lr.scale / found.lr_scale)
+        get_logger().info(
+            "Going on after epoch %d (step %d, written on %d ranks) of %d epochs.",
+            found.epoch, found.step, found.ranks, config.epochs)
+    return found.epoch
+
+
+def _train(model: Any, train: Source, validation: Source | None, session: Session,
+           plan: TrainPlan, store: CheckpointStore | None, first_epoch: int,
+           callbacks: list[Any], stop_asked: Callable[[], bool]) -> dict[str, list[float]]:
+    config, collective = plan.config, session.collective
+    coordinator = Coordinator(
+        collective=collective, lr_plan=plan.lr, stop_asked=stop_asked,
+        evaluate=_evaluator(model, validation, session, config),
+        check_weights=config.check_weights, stop_on_nan=config.stop_on_nan)
+    coordinator.watch_loss(model.optimizer)
+    writers: list[Any] = []
+    if store is not None:
+        writers = _writers(session, plan, store, first_epoch)
+    dataset = training_dataset(train, plan.shards, first_epoch=first_epoch)
+    verbose = 0 if not session.world.is_chief else 1 if sys.stdout.isatty() else 2
+    history = model.fit(
+        dataset, epochs=config.epochs, initial_epoch=first_epoch,
+        steps_per_epoch=plan.shards.steps, shuffle=False, verbose=verbose,
+        callbacks=[coordinator, *callbacks, *writers])
+    return dict(history.history)
+
+
+def _writers(session: Session, plan: TrainPlan, store: CheckpointStore,
+             first_epoch: int) -> list[Any]:
+    config, writers = plan.config, []
+    output = store.folder.parent
+    if session.world.is_chief:
+        samples = plan.shards.samples_per_rank * plan.shards.size
+        writers.append(MetricsWriter(output / "metrics.jsonl", first_epoch=first_epoch,
+                                     samples_per_epoch=samples))
+        if config.tensorboard and importlib.util.find_spec("tensorboard"):
+            writers.append(TensorBoardWriter(output / "tensorboard"))
+    if config.checkpoint_every_epochs:
+        writers.append(CheckpointWriter(
+            collective=session.collective, store=store, last_epoch=config.epochs,
+            every_epochs=config.checkpoint_every_epochs, steps_per_epoch=plan.shards.steps,
+            lr_scale=plan.lr.scale, version=hvdtrain.__version__))
+    return writers
+
+
+def _evaluator(model: Any, validation: Source | None, session: Session,
+               config: TrainConfig) -> Callable[[], None] | None:
+    """A function that leaves this rank's share of the validation in the metric states."""
+    if validation is None:
+        return None
+    rows = evaluation_rows(len(validation), session.world.rank, session.world.size)
+    if len(rows) == 0:
+        return lambda: model.reset_metrics()
+    dataset = evaluation_dataset(validation, rows, config.batch_per_rank)
+    return lambda: model.evaluate(dataset, verbose=0)
+
+
+def _save_final(model: Any, session: Session, config: TrainConfig) -> Path | None:
+    if config.output is None:
+        return None
+    path = config.output / "model.keras"
+    on_chief(session.collective, lambda: save_model(model, path))
+    return path

@@ -1,0 +1,58 @@
+"""Metrics over all ranks: states are summed, then the result is computed once.
+
+So the figures are those of one process that saw all samples, weighted by samples. It holds for
+every metric whose state is a sum (means, accuracies, AUC, confusion matrices, ...).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.collectives.base import Collective
+from hvdtrain.errors import TrainingError
+
+
+def metric_variables(model: Any) -> list[Any]:
+    """The state of all metrics of a compiled model, without duplicates."""
+    found: dict[int, Any] = {}
+    for metric in model.metrics:
+        for variable in metric.variables:
+            found.setdefault(id(variable), variable)
+    return list(found.values())
+
+
+def merged_results(collective: Collective, model: Any) -> dict[str, float]:
+    """The results of the model's metrics over the samples of all ranks. All ranks.
+
+    Returns:
+        A dictionary of floats, equal on all ranks, e.g. `{"loss": 0.3, "accuracy": 0.9}`.
+    """
+    variables = metric_variables(model)
+    scope_values = _summed(collective, variables) if collective.size > 1 else []
+    with keras.StatelessScope(state_mapping=scope_values):
+        results = model.get_metrics_result()
+    return {name: float(np.asarray(keras.ops.convert_to_numpy(value)).mean())
+            for name, value in results.items()}
+
+
+def _summed(collective: Collective, variables: list[Any]) -> list[tuple[Any, Any]]:
+    flat = [np.asarray(keras.ops.convert_to_numpy(v), np.float64).reshape(-1) for v in variables]
+    sizes = collective.gather_objects([a.size for a in flat])
+    if any(theirs != sizes[0] for theirs in sizes):
+        odd = next(r for r, theirs in enumerate(sizes) if theirs != sizes[0])
+        raise TrainingError(
+            f"Rank {odd} has other metrics than rank 0 ({len(sizes[odd])} state variables, "
+            f"rank 0 has {len(sizes[0])}). Compile the same metrics on all ranks.")
+    joined = np.concatenate(flat) if flat else np.zeros(0)
+    total = collective.reduce(
+        [tf.constant(joined)], name="hvdtrain.metrics", op="sum")[0].numpy()
+    out, start = [], 0
+    for variable, part in zip(variables, flat, strict=True):
+        value = total[start:start + part.size].reshape(variable.shape)
+        out.append((variable, tf.cast(value, variable.dtype)))
+        start += part.size
+    return out

@@ -1,0 +1,95 @@
+"""`TrainPlan`: what a run is going to do, as a value that is printed before it does it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.collectives.base import Collective
+from hvdtrain.config import TrainConfig
+from hvdtrain.data.shard import ShardPlan
+from hvdtrain.errors import ConfigError
+from hvdtrain.session import Session
+from hvdtrain.train.schedule import LrPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPlan:
+    """The plan of one run, equal on all ranks."""
+
+    job: str
+    shards: ShardPlan
+    lr: LrPlan
+    base_rate: str
+    optimizer: str
+    config: TrainConfig
+    validation_samples: int
+    ranks: tuple[str, ...]
+    """For each rank: host and devices."""
+    collective: str
+    parameters: int
+
+    def render(self) -> str:
+        """The plan as text, one fact per line."""
+        shards, config = self.shards, self.config
+        rows = [
+            ("job", f"{self.job}: {self.parameters:,} parameters, {self.optimizer}"),
+            ("ranks", f"{shards.size}: {_group(self.ranks)}"),
+            ("collective", self.collective),
+            ("batch", f"{shards.batch_per_rank} per rank x {shards.size} = "
+                      f"{shards.global_batch} global"),
+            ("data", self._data_line()),
+            ("steps", f"{shards.steps} per epoch on every rank, {config.epochs} "
+                      f"epoch{'s' if config.epochs > 1 else ''}"),
+            ("learning rate", f"{self.lr.describe(self.base_rate)} ({config.lr_scaling})"),
+            ("output", str(config.output) if config.output else "nothing is written"),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
+
+    def _data_line(self) -> str:
+        shards = self.shards
+        change = (f", {shards.padded} repeated" if shards.padded else
+                  f", {shards.dropped} left out" if shards.dropped else "")
+        last = (f", last batch {shards.last_batch_per_rank} per rank"
+                if shards.last_batch_per_rank else "")
+        order = f"reshuffled each epoch (seed {shards.seed})" if shards.shuffle else "in order"
+        return (f"{shards.samples:,} samples, {order}{last}{change}; "
+                f"{self.validation_samples:,} for validation")
+
+
+def _group(ranks: tuple[str, ...]) -> str:
+    """Ranks with the same text together: `0-3 hosta: CPU, 2 CPU threads`."""
+    groups: list[tuple[int, int, str]] = []
+    for rank, text in enumerate(ranks):
+        if groups and groups[-1][2] == text:
+            groups[-1] = (groups[-1][0], rank, text)
+        else:
+            groups.append((rank, rank, text))
+    return "; ".join(f"{a if a == b else f'{a}-{b}'} on {text}" for a, b, text in groups)
+
+
+def compare_settings(collective: Collective, config: TrainConfig, samples: int) -> None:
+    """Refuse to train where ranks were given different settings or data. All ranks.
+
+    Raises:
+        ConfigError: On every rank, naming the first rank and setting that differ.
+    """
+    mine: dict[str, Any] = {f.name: str(getattr(config, f.name))
+                            for f in dataclasses.fields(config)}
+    mine["number of training samples"] = samples
+    everyone = collective.gather_objects(mine)
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs[name] != value:
+                raise ConfigError(
+                    f"The ranks were given different settings: {name} is {value} on rank 0 and "
+                    f"{theirs[name]} on rank {rank}. Give every rank the same command line, job "
+                    "file and data.")
+
+
+def rank_texts(session: Session) -> tuple[str, ...]:
+    """Host and devices of every rank. All ranks."""
+    mine = f"{session.world.host} ({session.devices})"
+    return tuple(session.collective.gather_objects(mine))

@@ -1,0 +1,107 @@
+"""The learning rate on N ranks: scaled, with a warmup per step, before the user's own schedule.
+
+Formula (Goyal et al., 2017, "Accurate, Large Minibatch SGD", section 2): with N ranks the rate
+is `scale = N` times the base rate (`linear`), or sqrt(N) (`sqrt`), reached after a gradual
+warmup from the base rate:
+
+    factor(step) = 1 + (scale - 1) * min(1, step / warmup_steps)
+
+A rate that is a number is multiplied in the optimizer's own variable, so that callbacks which
+read and set it (`ReduceLROnPlateau`) go on from the scaled value; a rate that is a schedule
+stays as it is and is multiplied at each update. Saved files hold the plain optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.config import LrScaling
+from hvdtrain.optim import keras_seam
+from hvdtrain.optim.distributed import state_of
+
+
+def scale_factor(size: int, rule: LrScaling) -> float:
+    """The factor on the learning rate for `size` ranks."""
+    return {"linear": float(size), "sqrt": math.sqrt(size), "none": 1.0}[rule]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrPlan:
+    """The scaling of one run."""
+
+    scale: float
+    warmup_steps: int
+
+    def ramp(self, step: float) -> float:
+        """The factor at a step, as a share of the full scale: 1 after the warmup."""
+        if self.warmup_steps == 0 or step >= self.warmup_steps:
+            return 1.0
+        return (1 + (self.scale - 1) * step / self.warmup_steps) / self.scale
+
+    def describe(self, base: str) -> str:
+        """One line for the plan."""
+        text = f"{base} x {self.scale:g}"
+        return text + (f", warmup over {self.warmup_steps} steps" if self.warmup_steps else "")
+
+
+def plan_learning_rate(size: int, rule: LrScaling, warmup_epochs: float,
+                       steps_per_epoch: int) -> LrPlan:
+    """Decide scale and warmup. Pure; equal on all ranks."""
+    scale = scale_factor(size, rule)
+    steps = math.ceil(warmup_epochs * steps_per_epoch) if scale != 1.0 else 0
+    return LrPlan(scale=scale, warmup_steps=steps)
+
+
+def base_rate(optimizer: Any) -> str:
+    """The learning rate of the user's optimizer in words, before scaling."""
+    rates = []
+    for leaf in keras_seam.leaf_optimizers(optimizer):
+        rate = leaf._learning_rate
+        rates.append(f"{float(keras.ops.convert_to_numpy(rate)):g}"
+                     if isinstance(rate, keras.Variable)
+                     else getattr(rate, "name", None) or type(rate).__name__)
+    return ", ".join(rates)
+
+
+def install(optimizer: Any, plan: LrPlan) -> None:
+    """Scale the learning rate of a distributed optimizer. Every rank; before training."""
+    for leaf in keras_seam.leaf_optimizers(optimizer):
+        rate = leaf._learning_rate
+        is_number = isinstance(rate, keras.Variable)
+        if is_number:
+            rate.assign(rate * plan.scale)
+        state = state_of(leaf)
+        if state is not None:
+            state.learning_rate_multiplier = _multiplier(plan, 1.0 if is_number else plan.scale)
+
+
+def rescale(optimizer: Any, ratio: float) -> None:
+    """Multiply rates that are numbers: a checkpoint of another number of ranks was loaded."""
+    for leaf in keras_seam.leaf_optimizers(optimizer):
+        if isinstance(leaf._learning_rate, keras.Variable):
+            leaf._learning_rate.assign(leaf._learning_rate * ratio)
+
+
+def effective_rate(optimizer: Any, plan: LrPlan) -> float:
+    """The rate of the next update of the first leaf, with scale and warmup."""
+    leaf = keras_seam.leaf_optimizers(optimizer)[0]
+    step = int(keras.ops.convert_to_numpy(leaf._iterations))
+    rate = float(keras.ops.convert_to_numpy(leaf.learning_rate))
+    full = 1.0 if isinstance(leaf._learning_rate, keras.Variable) else plan.scale
+    return rate * full * plan.ramp(step)
+
+
+def _multiplier(plan: LrPlan, full: float) -> Callable[[Any], Any] | None:
+    if plan.warmup_steps == 0:
+        return None if full == 1.0 else (lambda iteration: tf.constant(full))
+
+    def multiplier(iteration: Any) -> Any:
+        done = tf.minimum(1.0, tf.cast(iteration, tf.float32) / plan.warmup_steps)
+        return full * (1.0 + (plan.scale - 1.0) * done) / plan.scale
+    return multiplier

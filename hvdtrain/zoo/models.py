@@ -1,0 +1,99 @@
+"""Small models that train in seconds on a CPU; each returns an uncompiled `keras.Model`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import layers
+
+
+def digits_mlp(hidden: int = 128, dropout: float = 0.1, classes: int = 10) -> Any:
+    """A two-layer perceptron on flat 8x8 digits.
+
+    Args:
+        hidden: Integer, units of each hidden layer.
+        dropout: Float, share of units dropped.
+        classes: Integer, number of classes.
+
+    Returns:
+        A `keras.Model` from `(batch, 64)` to probabilities `(batch, classes)`.
+    """
+    return keras.Sequential([
+        keras.Input((64,)),
+        layers.Dense(hidden, activation="relu"),
+        layers.Dropout(dropout),
+        layers.Dense(hidden, activation="relu"),
+        layers.Dense(classes, activation="softmax"),
+    ], name="digits_mlp")
+
+
+def digits_cnn(filters: int = 32, classes: int = 10) -> Any:
+    """A small convolutional network on 8x8 digits.
+
+    Args:
+        filters: Integer, filters of the first convolution; the second has twice as many.
+        classes: Integer, number of classes.
+
+    Returns:
+        A `keras.Model` from `(batch, 8, 8, 1)` to probabilities `(batch, classes)`.
+    """
+    return keras.Sequential([
+        keras.Input((8, 8, 1)),
+        layers.Conv2D(filters, 3, padding="same", activation="relu"),
+        layers.MaxPooling2D(),
+        layers.Conv2D(2 * filters, 3, padding="same", activation="relu"),
+        layers.Flatten(),
+        layers.Dense(64, activation="relu"),
+        layers.Dense(classes, activation="softmax"),
+    ], name="digits_cnn")
+
+
+def autoencoder(features: int = 64, code: int = 16, hidden: int = 64) -> Any:
+    """A dense autoencoder.
+
+    Args:
+        features: Integer, length of an input.
+        code: Integer, length of the code in the middle.
+        hidden: Integer, units of the layers around it.
+
+    Returns:
+        A `keras.Model` from `(batch, features)` in [0, 1] to `(batch, features)`.
+    """
+    return keras.Sequential([
+        keras.Input((features,)),
+        layers.Dense(hidden, activation="relu"),
+        layers.Dense(code, name="code"),
+        layers.Dense(hidden, activation="relu"),
+        layers.Dense(features, activation="sigmoid"),
+    ], name="autoencoder")
+
+
+def text_transformer(vocabulary: int = 96, length: int = 64, width: int = 64, heads: int = 4,
+                     blocks: int = 2) -> Any:
+    """A causal Transformer that predicts the next character.
+
+    Args:
+        vocabulary: Integer, number of characters.
+        length: Integer, characters of an input.
+        width: Integer, width of the embedding.
+        heads: Integer, attention heads.
+        blocks: Integer, Transformer blocks.
+
+    Returns:
+        A `keras.Model` from character numbers `(batch, length)` to logits
+        `(batch, length, vocabulary)`.
+    """
+    inputs = keras.Input((length,), dtype="int32")
+    positions = keras.ops.arange(length)
+    x = layers.Embedding(vocabulary, width)(inputs)
+    x = x + layers.Embedding(length, width)(positions)
+    for _ in range(blocks):
+        attended = layers.MultiHeadAttention(heads, width // heads)(
+            layers.LayerNormalization()(x), layers.LayerNormalization()(x), use_causal_mask=True)
+        x = x + attended
+        y = layers.LayerNormalization()(x)
+        y = layers.Dense(4 * width, activation="gelu")(y)
+        x = x + layers.Dense(width)(y)
+    return keras.Model(inputs, layers.Dense(vocabulary)(layers.LayerNormalization()(x)),
+                       name="text_transformer")
