@@ -122,12 +122,13 @@ def train_distributed(make_optimizer, session):
 
 def compare(name, make_optimizer, session):
     """The row of one configuration: difference, spread over ranks, how far weights moved."""
-    from hvdtrain.optim import state
+    from hvdtrain.optim import keras_seam, state
     reference, moved = train_plain(make_optimizer, session.world.size)
     model = train_distributed(make_optimizer, session)
     weights = [v.numpy() for v in model.trainable_variables]
     difference = max(float(np.abs(a - b).max()) for a, b in zip(reference, weights, strict=True))
-    everything = [*model.trainable_variables, *model.optimizer.variables]
+    everything = [*model.trainable_variables,
+                  *keras_seam.shared_variables(model.optimizer)]
     digests = session.collective.gather_objects(state.digests(everything).values)
     return {"name": name, "difference": difference, "moved": moved,
             "bitwise_equal": all(d == digests[0] for d in digests)}

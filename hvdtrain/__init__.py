@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _LAZY = {
-    "ArraySource": "hvdtrain.data",
-    "DataSplits": "hvdtrain.data",
+    "ArraySource": "hvdtrain.data.source",
+    "DataSplits": "hvdtrain.data.source",
     "DistributedOptimizer": "hvdtrain.optim",
     "FitResult": "hvdtrain.train.fit",
     "HvdtrainError": "hvdtrain.errors",
@@ -24,7 +24,7 @@ _LAZY = {
     "fit": "hvdtrain.train.fit",
     "init": "hvdtrain.session",
     "is_distributed": "hvdtrain.optim",
-    "load_npz": "hvdtrain.data",
+    "load_npz": "hvdtrain.data.source",
     "shutdown": "hvdtrain.session",
 }
 
@@ -32,9 +32,9 @@ __all__ = ["__version__", *sorted(_LAZY)]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from hvdtrain.config import TrainConfig as TrainConfig
-    from hvdtrain.data import ArraySource as ArraySource
-    from hvdtrain.data import DataSplits as DataSplits
-    from hvdtrain.data import load_npz as load_npz
+    from hvdtrain.data.source import ArraySource as ArraySource
+    from hvdtrain.data.source import DataSplits as DataSplits
+    from hvdtrain.data.source import load_npz as load_npz
     from hvdtrain.errors import HvdtrainError as HvdtrainError
     from hvdtrain.job import Job as Job
     from hvdtrain.optim import DistributedOptimizer as DistributedOptimizer

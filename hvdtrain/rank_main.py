@@ -20,16 +20,17 @@ def fit_on_this_rank(target: str, changes: dict[str, Any], *, dry_run: bool) -> 
         dry_run: Boolean; print the plan and return.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    guarded = guard.install(detect_world(os.environ))
-    # Before TensorFlow is loaded, so that a mistake in a job file is told at once.
-    job = load_job(target)
-    config = with_default_output(job, changes)
-    from hvdtrain.session import init
-    session = init(collective=config.collective)
-    result = run_job(job, config, session, stop_asked=guarded.stop.asked, dry_run=dry_run)
-    if session.world.is_chief and not dry_run:
-        print(summary(result), flush=True)  # noqa: T201 - promised output
-    session.collective.barrier()
+    with guard.install(detect_world(os.environ), os.environ) as guarded:
+        # Before TensorFlow is loaded, so that a mistake in a job file is told at once.
+        job = load_job(target)
+        config = with_default_output(job, changes)
+        from hvdtrain.session import init
+        session = init(collective=config.collective)
+        result = run_job(job, config, session, dry_run=dry_run,
+                         stop_asked=lambda: guarded.stop.requested)
+        if session.world.is_chief and not dry_run:
+            print(summary(result), flush=True)  # noqa: T201 - promised output
+        session.collective.barrier()
 
 
 def summary(result: Any) -> str:

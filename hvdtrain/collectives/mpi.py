@@ -50,9 +50,10 @@ class MpiCollective(Collective):
         dtype = sent[0].dtype
         out = self._tf.numpy_function(
             lambda *arrays: self._reduce_arrays(arrays, op), sent, [dtype] * len(sent))
+        out = list(out) if isinstance(out, (list, tuple)) else [out]
         for reduced, tensor in zip(out, sent, strict=True):
             reduced.set_shape(tensor.shape)
-        return [self._tf.cast(t, self._tf.float16) for t in out] if half else list(out)
+        return [self._tf.cast(t, self._tf.float16) for t in out] if half else out
 
     def _reduce_arrays(self, arrays: Sequence[np.ndarray[Any, Any]],
                        op: ReduceOp) -> list[np.ndarray[Any, Any]]:

@@ -134,6 +134,15 @@ def build_order(optimizer: Optimizer, variables: list[Any]) -> list[int]:
     return sorted(range(len(variables)), key=index.__getitem__)
 
 
+def shared_variables(optimizer: Optimizer) -> list[Any]:
+    """The optimizer's variables that are equal on all ranks: all but gradient accumulators,
+    which hold what one rank has gathered since the last update.
+    """
+    own = {id(v) for leaf in leaf_optimizers(optimizer)
+           for v in getattr(leaf, "_accumulated_gradients", [])}
+    return [v for v in optimizer.variables if id(v) not in own]
+
+
 def inside_xla() -> bool:
     """Whether the graph being traced will be compiled by XLA as a whole."""
     if tf.executing_eagerly():

@@ -154,6 +154,5 @@ class Coordinator(keras.callbacks.Callback):
                 "stopped before anything was saved, so the last checkpoint is from before.")
 
     def _compare_weights(self, when: str) -> None:
-        optimizer = self.model.optimizer
-        state.check_equal(self._collective,
-                          [*self.model.trainable_variables, *optimizer.variables], when=when)
+        shared = keras_seam.shared_variables(self.model.optimizer)
+        state.check_equal(self._collective, [*self.model.trainable_variables, *shared], when=when)

@@ -1,0 +1,39 @@
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.config import TrainConfig, from_mapping, replace
+from hvdtrain.errors import ConfigError
+
+
+def test_unknown_keys_are_refused_with_the_valid_ones():
+    with pytest.raises(ConfigError, match=r"unknown key 'bach_size'. Valid keys: batch_per_rank"):
+        from_mapping(TrainConfig, {"bach_size": 1}, where="job.toml, [train]")
+
+
+@pytest.mark.parametrize(("values", "message"), [
+    ({"epochs": "3"}, "epochs must be a whole number. Received: epochs='3' of type str"),
+    ({"epochs": True}, "epochs must be a whole number"),
+    ({"epochs": 0}, "epochs must be at least 1. Received: epochs=0"),
+    ({"batch_per_rank": 2.5}, "batch_per_rank must be a whole number"),
+    ({"lr_scaling": "cubic"}, "lr_scaling must be one of 'linear', 'sqrt', 'none'"),
+    ({"output": 3}, "output must be a path or None"),
+    ({"warmup_epochs": -1}, "warmup_epochs must be at least 0"),
+    ({"bucket_mb": 0}, "bucket_mb must be positive"),
+    ({"resume": True, "output": "a", "overwrite": True}, "exclude each other"),
+    ({"resume": True}, "resume needs the output folder"),
+])
+def test_values_that_do_not_fit_are_named(values, message):
+    with pytest.raises(ConfigError, match=message):
+        from_mapping(TrainConfig, values, where="job.toml, [train]")
+
+
+def test_strings_become_paths_and_whole_numbers_pass_as_numbers():
+    config = from_mapping(TrainConfig, {"output": "runs/a", "warmup_epochs": 1}, where="x")
+    assert config.output == Path("runs/a")
+    assert config.warmup_epochs == 1
+
+
+def test_replace_keeps_what_was_not_given():
+    config = replace(TrainConfig(epochs=3), epochs=None, seed=5)
+    assert (config.epochs, config.seed) == (3, 5)

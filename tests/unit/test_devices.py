@@ -1,0 +1,57 @@
+import pytest
+
+from hvdtrain.errors import DeviceError
+from hvdtrain.train.devices import plan_devices
+from hvdtrain.world import World
+
+
+def world(local_rank, local_size):
+    return World(rank=local_rank, size=local_size, local_rank=local_rank, local_size=local_size,
+                 host="hosta", starter="native", rendezvous="gloo")
+
+
+def plan(local_rank=0, local_size=1, gpus=0, cores=8, **environ):
+    return plan_devices(world(local_rank, local_size), visible_gpus=gpus, cores=cores,
+                        environ=environ)
+
+
+def test_each_local_rank_gets_its_gpu():
+    assert [plan(r, 4, gpus=4).gpu for r in range(4)] == [0, 1, 2, 3]
+
+
+def test_a_host_may_have_more_gpus_than_ranks():
+    assert [plan(r, 2, gpus=8).gpu for r in range(2)] == [0, 1]
+
+
+def test_without_gpus_the_rank_runs_on_the_cpu():
+    assert plan(gpus=0).gpu is None
+
+
+def test_a_rank_that_sees_the_one_gpu_that_the_starter_chose_takes_index_0():
+    assert plan(3, 4, gpus=1, CUDA_VISIBLE_DEVICES="3").gpu == 0
+
+
+@pytest.mark.parametrize(("ranks", "gpus", "environ"), [
+    (4, 2, {}), (4, 1, {}), (2, 1, {"CUDA_VISIBLE_DEVICES": ""}),
+    (4, 2, {"CUDA_VISIBLE_DEVICES": "0,1"})])
+def test_more_ranks_than_gpus_are_refused_naming_the_host(ranks, gpus, environ):
+    with pytest.raises(DeviceError, match=f"Host hosta has {gpus} GPUs? for {ranks} ranks"):
+        plan(ranks - 1, ranks, gpus=gpus, **environ)
+
+
+def test_every_rank_of_a_crowded_host_refuses():
+    for rank in range(3):
+        with pytest.raises(DeviceError):
+            plan(rank, 3, gpus=2)
+
+
+@pytest.mark.parametrize(("ranks", "cores", "threads"), [
+    (1, 8, 8), (2, 8, 4), (3, 8, 2), (8, 8, 1), (16, 8, 1)])
+def test_threads_never_exceed_the_cores(ranks, cores, threads):
+    found = plan(0, ranks, cores=cores).threads
+    assert found == threads
+    assert found * ranks <= max(cores, ranks)
+
+
+def test_cores_that_slurm_gave_this_task_are_its_own():
+    assert plan(0, 4, cores=6, SLURM_CPUS_PER_TASK="6").threads == 6

@@ -1,0 +1,55 @@
+import pytest
+
+from hvdtrain.collectives.select import choose
+from hvdtrain.errors import CollectiveError, ConfigError
+from hvdtrain.horovod_check import HorovodCheck
+from hvdtrain.world import World
+
+
+def world(size=2, starter="native", rendezvous="gloo"):
+    return World(rank=0, size=size, local_rank=0, local_size=size, host="hosta",
+                 starter=starter, rendezvous=rendezvous)
+
+
+def horovod(**changes):
+    values = dict(
+        installed=True, version="0.28.1", tensorflow_built_for="2.21.0",
+        tensorflow_installed="2.21.0", mpi_library="libmpi.so.40", mpi_kind="openmpi",
+        gloo=True, nccl=False, problems=(), warnings=())
+    return HorovodCheck(**{**values, **changes})
+
+
+NO_HOROVOD = horovod(installed=False, mpi_kind=None, problems=("Horovod is not installed",))
+MPI = {"starter": "openmpi", "rendezvous": "mpi"}
+
+
+@pytest.mark.parametrize(("promised", "found", "name", "reason"), [
+    (world(size=1, starter="single", rendezvous="none"), NO_HOROVOD, "single", "one rank"),
+    (world(), horovod(), "horovod-gloo", "started by native"),
+    (world(starter="slurm", rendezvous="bootstrap"), horovod(), "horovod-gloo", "slurm"),
+    (world(**MPI), horovod(), "horovod-mpi", "the MPI of Horovod"),
+    (world(**MPI), NO_HOROVOD, "mpi4py", "not installed"),
+    (world(starter="hydra", rendezvous="mpi"), horovod(), "mpi4py", "built with openmpi"),
+])
+def test_auto_chooses_with_a_reason(promised, found, name, reason):
+    choice = choose("auto", promised, found)
+    assert choice.name == name
+    assert reason in choice.reason
+
+
+@pytest.mark.parametrize(("asked", "promised", "found", "message"), [
+    ("auto", world(), NO_HOROVOD, "Horovod cannot be used: Horovod is not installed"),
+    ("single", world(), horovod(), "each would train alone"),
+    ("mpi4py", world(), horovod(), "needs ranks that were started by an MPI"),
+    ("horovod-mpi", world(), horovod(), "needs ranks that were started by an MPI"),
+    ("horovod-mpi", world(**MPI), horovod(mpi_kind=None), "built without MPI"),
+    ("horovod-gloo", world(**MPI), horovod(), "no Gloo rendezvous"),
+])
+def test_what_cannot_work_is_refused(asked, promised, found, message):
+    with pytest.raises(CollectiveError, match=message):
+        choose(asked, promised, found)
+
+
+def test_an_unknown_name_lists_the_known():
+    with pytest.raises(ConfigError, match="'nccl'. Expected one of: auto, horovod-gloo"):
+        choose("nccl", world(), horovod())

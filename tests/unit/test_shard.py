@@ -1,0 +1,65 @@
+import numpy as np
+import pytest
+
+from hvdtrain.data.shard import ShardPlan, evaluation_rows
+from hvdtrain.errors import DataError
+
+
+def plans(samples, size, batch, **settings):
+    return [ShardPlan(samples=samples, rank=r, size=size, batch_per_rank=batch, **settings)
+            for r in range(size)]
+
+
+CASES = [(s, n, b) for s in (4, 7, 16, 33, 64, 100) for n in (1, 2, 3, 4) for b in (1, 4, 32)]
+
+
+@pytest.mark.parametrize(("samples", "size", "batch"), CASES)
+@pytest.mark.parametrize("remainder", ["pad", "drop"])
+def test_every_rank_takes_the_same_number_of_steps(samples, size, batch, remainder):
+    ranks = plans(samples, size, batch, remainder=remainder)
+    assert len({(p.steps, p.samples_per_rank) for p in ranks}) == 1
+    orders = [p.order(3) for p in ranks]
+    assert {len(o) for o in orders} == {ranks[0].samples_per_rank}
+    seen = np.concatenate(orders)
+    counts = np.bincount(seen, minlength=samples)
+    assert ranks[0].padded < size
+    assert ranks[0].dropped < size
+    if remainder == "pad":
+        assert counts.min() >= 1
+        assert counts.sum() == samples + ranks[0].padded
+    else:
+        assert counts.max() == 1
+        assert counts.sum() == samples - ranks[0].dropped
+
+
+@pytest.mark.parametrize(("samples", "size", "batch"), CASES)
+def test_the_ranks_together_see_what_one_process_sees_in_each_step(samples, size, batch):
+    one = plans(samples, 1, size * batch)[0]
+    ranks = plans(samples, size, batch)
+    alone = one.order(5)
+    for step in range(ranks[0].full_steps):
+        together = np.concatenate([p.order(5)[step * batch:(step + 1) * batch] for p in ranks])
+        np.testing.assert_array_equal(together, alone[step * size * batch:(step + 1) * size * batch])
+
+
+def test_each_epoch_is_another_order_and_reproducible():
+    plan = plans(100, 2, 10)[0]
+    assert not np.array_equal(plan.order(0), plan.order(1))
+    np.testing.assert_array_equal(plan.order(1), plan.order(1))
+    other = plans(100, 2, 10, seed=1)[0]
+    assert not np.array_equal(plan.order(0), other.order(0))
+
+
+def test_without_shuffling_the_order_is_that_of_the_data():
+    np.testing.assert_array_equal(plans(8, 2, 2, shuffle=False)[1].order(0), [2, 3, 6, 7])
+
+
+def test_fewer_samples_than_ranks_are_refused():
+    with pytest.raises(DataError, match="3 training samples for 4 ranks"):
+        plans(3, 4, 1)
+
+
+@pytest.mark.parametrize(("samples", "size"), [(10, 3), (2, 4), (7, 1), (8, 4)])
+def test_evaluation_reads_each_sample_once(samples, size):
+    rows = np.concatenate([evaluation_rows(samples, r, size) for r in range(size)])
+    np.testing.assert_array_equal(rows, np.arange(samples))
