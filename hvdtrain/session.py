@@ -67,6 +67,10 @@ def init(*, collective: str = "auto", environ: MutableMapping[str, str] | None =
     if choice.name == "horovod-gloo" and world.rendezvous == "bootstrap":
         from hvdtrain.runtime.bootstrap import bootstrap
         env.update(bootstrap(world, env))
+    if choice.name == "horovod-gloo":
+        # Gloo's own limit of 30 s also bounds how much later the slowest rank may start.
+        from hvdtrain.runtime.meet import meet
+        meet(world, env)
     made = create(choice)
     compare_with_promise(world, made)
     session = Session(world=world, collective=made, choice=choice, devices=plan)

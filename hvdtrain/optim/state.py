@@ -80,7 +80,7 @@ def _compare_structure(collective: Collective, variables: Sequence[Any]) -> None
 
 
 def _value(variable: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(keras.ops.convert_to_numpy(variable))
+    return np.asarray(variable.numpy())
 
 
 def seed_variables(variables: Iterable[Any]) -> list[Any]:

@@ -35,12 +35,12 @@ def merged_results(collective: Collective, model: Any) -> dict[str, float]:
     scope_values = _summed(collective, variables) if collective.size > 1 else []
     with keras.StatelessScope(state_mapping=scope_values):
         results = model.get_metrics_result()
-    return {name: float(np.asarray(keras.ops.convert_to_numpy(value)).mean())
+    return {name: float(np.asarray(value).mean())
             for name, value in results.items()}
 
 
 def _summed(collective: Collective, variables: list[Any]) -> list[tuple[Any, Any]]:
-    flat = [np.asarray(keras.ops.convert_to_numpy(v), np.float64).reshape(-1) for v in variables]
+    flat = [np.asarray(v.numpy(), np.float64).reshape(-1) for v in variables]
     sizes = collective.gather_objects([a.size for a in flat])
     if any(theirs != sizes[0] for theirs in sizes):
         odd = next(r for r, theirs in enumerate(sizes) if theirs != sizes[0])

@@ -63,7 +63,7 @@ def base_rate(optimizer: Any) -> str:
     rates = []
     for leaf in keras_seam.leaf_optimizers(optimizer):
         rate = leaf._learning_rate
-        rates.append(f"{float(keras.ops.convert_to_numpy(rate)):g}"
+        rates.append(f"{float(rate.numpy()):g}"
                      if isinstance(rate, keras.Variable)
                      else getattr(rate, "name", None) or type(rate).__name__)
     return ", ".join(rates)
@@ -91,8 +91,8 @@ def rescale(optimizer: Any, ratio: float) -> None:
 def effective_rate(optimizer: Any, plan: LrPlan) -> float:
     """The rate of the next update of the first leaf, with scale and warmup."""
     leaf = keras_seam.leaf_optimizers(optimizer)[0]
-    step = int(keras.ops.convert_to_numpy(leaf._iterations))
-    rate = float(keras.ops.convert_to_numpy(leaf.learning_rate))
+    step = int(leaf._iterations.numpy())
+    rate = float(tf.convert_to_tensor(leaf.learning_rate).numpy())
     full = 1.0 if isinstance(leaf._learning_rate, keras.Variable) else plan.scale
     return rate * full * plan.ramp(step)
 

@@ -1,0 +1,131 @@
+"""`hvdtrain launch`: starts the ranks of a job on this host.
+
+Registered with `app.command("launch", cls=LaunchCommand, context_settings=LAUNCH_SETTINGS)`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.core import TyperCommand
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.options import COLLECTIVES, STARTERS, LaunchOptions
+
+# The first word that is no option begins the command; its own options are left alone.
+LAUNCH_SETTINGS = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+_COMMANDS_WITH_COLLECTIVE = ("fit",)
+
+
+class LaunchCommand(TyperCommand):
+    """Keeps the `--` before a program, which the parser drops: it tells the two forms apart."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Double the first `--`, of which the parser takes one where it ends the options."""
+        if "--" in args:
+            at = args.index("--")
+            args = [*args[:at], "--", *args[at:]]
+        return super().parse_args(ctx, args)
+
+
+def launch_command(
+    command: Annotated[list[str], typer.Argument(
+        metavar="COMMAND", help="An hvdtrain command with its arguments, as in `fit JOB`; or "
+        "`--` and any program, as in `-- python train.py`.")],
+    np: Annotated[int | None, typer.Option(
+        "-np", "--np", help="Number of ranks.", show_default="all slots of -H")] = None,
+    hosts: Annotated[str | None, typer.Option(
+        "-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts; this version: localhost.")] = None,
+    hostfile: Annotated[Path | None, typer.Option(
+        help="Hosts from a file in the way of Open MPI or MPICH.")] = None,
+    starter: Annotated[str, typer.Option(
+        help=f"What creates the processes: {', '.join(STARTERS)}.")] = LaunchOptions.starter,
+    collective: Annotated[str, typer.Option(
+        help=f"What moves the bytes: {', '.join(COLLECTIVES)}.")] = LaunchOptions.collective,
+    env: Annotated[list[str] | None, typer.Option(
+        "--env", "-x", metavar="VAR[=VALUE]", help="A variable for the ranks; repeatable.")] = None,
+    output: Annotated[Path | None, typer.Option(
+        help="Directory for one log file per rank.")] = None,
+    timeout: Annotated[float | None, typer.Option(
+        metavar="SECONDS", help="Limit for the whole job.", show_default="none")] = None,
+    grace: Annotated[float, typer.Option(
+        metavar="SECONDS", help="From SIGTERM to SIGKILL when the job is told to stop."
+    )] = LaunchOptions.grace_s,
+    verbose: Annotated[bool, typer.Option(
+        "--verbose", "-v", help="Show the plan, and the output of every rank.")] = False,
+    dry_run: Annotated[bool, typer.Option(
+        "--dry-run", help="Show the plan and start nothing.")] = False,
+) -> None:
+    """Start the ranks of a job on this host and stay until all have ended.
+
+    hvdtrain launch -np 4 fit JOB --epochs 3
+
+    hvdtrain launch -np 4 -- python train.py
+    """
+    # Imported here, so that `hvdtrain --help` does not wait for them.
+    from hvdtrain.launch.execute import launch
+    from hvdtrain.launch.facts import gather_facts
+    from hvdtrain.launch.plan import make_plan
+    from hvdtrain.launch.render import render
+
+    options = LaunchOptions(
+        command=rank_command(command, collective), np=np, hosts=hosts, hostfile=hostfile,
+        starter=starter, env=tuple(env or ()), output=output, timeout_s=timeout, grace_s=grace,
+        verbose=verbose or command[0] == "world", collective=collective_of(command, collective))
+    plan = make_plan(options, os.environ, gather_facts())
+    if dry_run:
+        print(render(plan), end="")
+        return
+    if verbose:
+        print(render(plan), end="", file=sys.stderr, flush=True)
+    else:
+        for note in plan.notes:
+            print(f"hvdtrain launch: {note}", file=sys.stderr, flush=True)
+    raise typer.Exit(launch(plan))
+
+
+def rank_command(words: list[str], collective: str) -> tuple[str, ...]:
+    """The program of a rank, from the words after the options of `launch`.
+
+    Raises:
+        LaunchError: A program was given without `--` before it.
+    """
+    if words[0] == "--":
+        return tuple(words[1:])
+    if "--" in words:  # the parser took none of the two: give back the one that was added
+        words = [*words[:words.index("--")], *words[words.index("--") + 1:]]
+    if "/" in words[0] or words[0].endswith(".py") or words[0].startswith("python"):
+        raise LaunchError(
+            f"{words[0]!r} is not an hvdtrain command. To start a program on each rank write -- "
+            f"before it: hvdtrain launch -np N -- {' '.join(words)}")
+    if (collective != "auto" and words[0] in _COMMANDS_WITH_COLLECTIVE
+            and _asked_in(words) is None):
+        words = [*words, "--collective", collective]
+    return (sys.executable, "-m", "hvdtrain", *words)
+
+
+def collective_of(words: list[str], collective: str) -> str:
+    """The collective that the ranks will use: the option of `launch`, or that of the command.
+
+    Raises:
+        LaunchError: They differ.
+    """
+    asked = _asked_in(words) if words[0] != "--" else None
+    if asked is None or asked == collective:
+        return collective
+    if collective != "auto":
+        raise LaunchError(f"launch was given --collective {collective}, but the command "
+                          f"--collective {asked}. Expected one of them.")
+    return asked
+
+
+def _asked_in(words: list[str]) -> str | None:
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name == "--collective":
+            return value if equals else following
+    return None

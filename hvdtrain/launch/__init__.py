@@ -1,0 +1,1 @@
+"""Starting ranks: a plan is a value (`plan.py`), shown by `render.py`, done by `execute.py`."""

@@ -1,0 +1,108 @@
+"""What the ranks print: lines with their rank on the screen, everything in log files.
+
+Shown are the chief's standard output and every rank's standard error, without what TensorFlow
+prints at each start; with `verbose` everything.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict, deque
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, TextIO
+
+from hvdtrain.launch.failure import is_noise
+from hvdtrain.world.failure import FailureRecord
+
+_TAIL_LINES = 15
+_LONGEST_LINE = 1 << 16
+
+
+class Console:
+    """The output of one job. `close` it at the end."""
+
+    def __init__(self, np: int, *, out: TextIO, err: TextIO, directory: Path | None = None,
+                 verbose: bool = False) -> None:
+        self._streams = {"stdout": out, "stderr": err}
+        self._verbose = verbose
+        self._width = len(str(np - 1))
+        self._open_lines: dict[tuple[int, str], bytes] = {}
+        self._tails: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=_TAIL_LINES))
+        self._records: dict[int, FailureRecord] = {}
+        self._logs: dict[int, IO[str]] = {}
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            for rank in range(np):
+                path = directory / f"rank.{rank:0{self._width}d}.log"
+                self._logs[rank] = path.open("w", encoding="utf-8")
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own."""
+        self._write("stderr", f"hvdtrain launch: {text}\n")
+
+    def feed(self, rank: int, stream: str, data: bytes) -> None:
+        """Take what a rank wrote; whole lines are shown, the rest waits for its end."""
+        *lines, rest = (self._open_lines.pop((rank, stream), b"") + data).split(b"\n")
+        for line in lines:
+            self._line(rank, stream, line)
+        if len(rest) > _LONGEST_LINE:
+            self._line(rank, stream, rest)
+        elif rest:
+            self._open_lines[rank, stream] = rest
+
+    def finish(self, rank: int) -> None:
+        """Show what a rank that has ended left without a line end."""
+        for stream in ("stdout", "stderr"):
+            rest = self._open_lines.pop((rank, stream), b"")
+            if rest:
+                self._line(rank, stream, rest)
+
+    def tail(self, rank: int) -> tuple[str, ...]:
+        """The last lines of a rank."""
+        return tuple(self._tails[rank])
+
+    def record(self, rank: int) -> FailureRecord | None:
+        """What the rank reported of its failure."""
+        return self._records.get(rank)
+
+    def log_path(self, rank: int) -> str | None:
+        """The log file of a rank."""
+        return self._logs[rank].name if rank in self._logs else None
+
+    def close(self) -> None:
+        """Close the log files."""
+        for log in self._logs.values():
+            log.close()
+
+    def _line(self, rank: int, stream: str, data: bytes) -> None:
+        text = data.decode("utf-8", "replace").rstrip("\r")
+        record = FailureRecord.from_line(text)
+        if record is not None:
+            self._records.setdefault(rank, record)
+            return
+        # A progress bar redraws its line; only its last state is worth a line.
+        text = text.rpartition("\r")[2]
+        if rank in self._logs:
+            self._logs[rank].write(f"{time.strftime('%H:%M:%S')} {stream} {text}\n")
+            self._logs[rank].flush()
+        if is_noise(text) and not self._verbose:
+            return
+        self._tails[rank].append(text)
+        if rank == 0 or stream == "stderr" or self._verbose:
+            # Lines of our own log name their rank already.
+            prefix = "" if text.startswith("[rank ") else f"[{rank:>{self._width}}] "
+            self._write(stream, f"{prefix}{text}\n")
+
+    def _write(self, stream: str, text: str) -> None:
+        target = self._streams[stream]
+        try:
+            target.write(text)
+            target.flush()
+        except BrokenPipeError:
+            # The reader has gone (`| head`); hours of training go on, the log files too.
+            with suppress(OSError, ValueError):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, target.fileno())
+                os.close(null)

@@ -1,0 +1,59 @@
+"""`LaunchOptions`: what the user asks of `hvdtrain launch`, with the defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.errors import ConfigError
+
+STARTERS = ("auto", "native", "horovodrun", "mpirun")
+COLLECTIVES = ("auto", "horovod-gloo", "horovod-mpi", "mpi4py", "single")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """Validated when made; unknown names are refused with the valid ones."""
+
+    command: tuple[str, ...]
+    """The program of each rank with its arguments."""
+    np: int | None = None
+    """Number of ranks. Default: the slots of the hosts that are named."""
+    hosts: str | None = None
+    """`-H`: `HOST:SLOTS,...`. Default: this host."""
+    hostfile: Path | None = None
+    """In place of `hosts`."""
+    starter: str = "auto"
+    env: tuple[str, ...] = ()
+    """`VAR` or `VAR=VALUE` for the ranks."""
+    output: Path | None = None
+    """Directory for one log file per rank. Default: none are written."""
+    timeout_s: float | None = None
+    """Limit for the whole job. Default: none."""
+    grace_s: float = 15.0
+    """From SIGTERM to SIGKILL for ranks that were told to stop; at most 5 after a failure."""
+    verbose: bool = False
+    """Show the standard output of every rank, not only of the chief."""
+    collective: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Check each value.
+
+        Raises:
+            ConfigError: A value is unknown or out of range.
+        """
+        if not self.command:
+            raise ConfigError("There is nothing to start. Expected: hvdtrain launch -np N fit JOB")
+        for what, value, names in (("starter", self.starter, STARTERS),
+                                   ("collective", self.collective, COLLECTIVES)):
+            if value not in names:
+                raise ConfigError(
+                    f"Unknown {what} {value!r}. Expected one of: {', '.join(names)}.")
+        if self.hosts is not None and self.hostfile is not None:
+            raise ConfigError("Both -H and --hostfile are given. Expected one of them.")
+        for name, limit in (("--timeout", self.timeout_s), ("--grace", self.grace_s)):
+            if limit is not None and limit < 0:
+                raise ConfigError(f"{name} is {limit:g} s. Expected 0 or more.")
+        for item in self.env:
+            if not item.partition("=")[0]:
+                raise ConfigError(f"--env is {item!r}. Expected VAR or VAR=VALUE.")

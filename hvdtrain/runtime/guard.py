@@ -1,0 +1,136 @@
+"""Makes the failure of a rank fast and attributable.
+
+An uncaught error is printed (the message alone where the user is to blame), reported to the
+launcher in one line where there is one that listens (HVDTRAIN_REPORT=1), and the process leaves
+by `os._exit`: `hvd.shutdown()`, which otherwise runs at exit, would make the *other* ranks fail,
+and often they end before the one that broke. SIGUSR2 prints the stacks of all threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from types import TracebackType
+from typing import NoReturn
+
+from hvdtrain.errors import EXIT_RUN_FAILED, HvdtrainError
+from hvdtrain.runtime.stop import StopFlag
+from hvdtrain.world.failure import REPORT_VARIABLE, FailureRecord, is_secondary
+from hvdtrain.world.world import World
+
+_SECONDARY_WAIT_S = 1.0
+"""So that the rank that is the cause is seen to end first."""
+_MESSAGE_CHARS = 300
+
+
+class Guard:
+    """What `install` has set up. As a context manager it also catches what would be swallowed.
+
+    Example:
+        ```python
+        with install(world, os.environ) as guard:
+            train(stop=guard.stop)
+        ```
+    """
+
+    def __init__(self, world: World, *, report: bool) -> None:
+        self._world = world
+        self._report = report
+        self._hook = sys.excepthook
+        self._enabled_faulthandler = not faulthandler.is_enabled()
+        self.stop = StopFlag()
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if isinstance(error, SystemExit):
+            self._leave_by_exit(error)
+        elif isinstance(error, (Exception, KeyboardInterrupt)):
+            self.fail(error)
+        self.uninstall()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Print and report an error, and end the process at once."""
+        code, secondary = exit_code_of(error), is_secondary(f"{type(error).__name__}: {error}")
+        if isinstance(error, HvdtrainError):
+            sys.stderr.write(f"hvdtrain: {error}\n")
+        elif isinstance(error, KeyboardInterrupt):
+            sys.stderr.write("interrupted\n")
+        else:
+            traceback.print_exception(error)
+        interrupted = isinstance(error, KeyboardInterrupt)
+        self._tell(type(error).__name__, str(error), primary=not (secondary or interrupted))
+        _flush()
+        if secondary and not self.stop.requested:
+            time.sleep(_SECONDARY_WAIT_S)
+        os._exit(code)
+
+    def uninstall(self) -> None:
+        """Put hook, handlers and faulthandler back as they were."""
+        sys.excepthook = self._hook
+        self.stop.uninstall()
+        faulthandler.unregister(signal.SIGUSR2)
+        if self._enabled_faulthandler:
+            faulthandler.disable()
+
+    def _install(self) -> None:
+        sys.excepthook = lambda kind, error, trace: self.fail(error)
+        self.stop.install()
+        stream = sys.__stderr__ or sys.stderr
+        if self._enabled_faulthandler:
+            faulthandler.enable(stream)
+        faulthandler.register(signal.SIGUSR2, file=stream, all_threads=True, chain=False)
+
+    def _leave_by_exit(self, error: SystemExit) -> None:
+        """`sys.exit(3)` on one rank is a failure too; 0 is the ordinary end."""
+        if error.code in (None, 0):
+            return
+        code = error.code if isinstance(error.code, int) else EXIT_RUN_FAILED
+        message = "" if isinstance(error.code, int) else str(error.code)
+        if message:
+            sys.stderr.write(f"{message}\n")
+        self._tell("SystemExit", message or str(code), primary=not self.stop.requested)
+        _flush()
+        os._exit(code)
+
+    def _tell(self, error: str, message: str, *, primary: bool) -> None:
+        if self._report:
+            record = FailureRecord(rank=self._world.rank, host=self._world.host,
+                                   time_s=time.time(), error=error,
+                                   message=message[:_MESSAGE_CHARS], primary=primary)
+            sys.stderr.write(record.to_line())
+
+
+def install(world: World, environ: Mapping[str, str]) -> Guard:
+    """Guard this process from here on. Main thread, all ranks, before the training starts.
+
+    Args:
+        world: Which rank this is.
+        environ: The environment: tells whether a launcher reads the report.
+    """
+    guard = Guard(world, report=environ.get(REPORT_VARIABLE) == "1")
+    guard._install()
+    return guard
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The code a process should leave with after an error."""
+    if isinstance(error, HvdtrainError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    return EXIT_RUN_FAILED
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()

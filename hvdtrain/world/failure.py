@@ -1,0 +1,53 @@
+"""The line by which a failing rank tells its launcher what happened: `HVD-FAILED {json}`.
+
+Written by `runtime/guard.py`, read by `launch/native.py`, so that the rank that broke is named
+and not the one whose exit was seen first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass
+
+REPORT_VARIABLE = "HVDTRAIN_REPORT"
+"""Set to `1` by a launcher that reads the line; a rank writes it for no one else."""
+
+_MARK = "HVD-FAILED "
+_SECONDARY = re.compile(
+    r"HorovodInternalError|Horovod has been shut down|Connection (?:closed|reset) by peer|"
+    r"Broken pipe|(?:Read|Write) timeout|ncclSystemError|ncclRemoteError")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureRecord:
+    """What a rank says about its own end."""
+
+    rank: int
+    host: str
+    time_s: float
+    """Seconds since the epoch, by the clock of the rank's host."""
+    error: str
+    """The name of the exception's class."""
+    message: str
+    primary: bool
+    """False where another rank's end is the cause."""
+
+    def to_line(self) -> str:
+        """The line, with its line end."""
+        return f"{_MARK}{json.dumps(asdict(self))}\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> FailureRecord | None:
+        """The record in a line, or None where the line holds none."""
+        if not line.startswith(_MARK):
+            return None
+        try:
+            return cls(**json.loads(line[len(_MARK):]))
+        except (ValueError, TypeError):
+            return None
+
+
+def is_secondary(text: str) -> bool:
+    """Whether an error text is one that a rank prints because another rank has gone."""
+    return _SECONDARY.search(text) is not None

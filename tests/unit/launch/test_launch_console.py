@@ -1,0 +1,78 @@
+"""What is shown of the ranks' output, and what is kept."""
+
+import io
+from pathlib import Path
+
+from hvdtrain.launch.console import Console
+
+
+def console(np: int = 2, **options: object) -> tuple[Console, io.StringIO, io.StringIO]:
+    out, err = io.StringIO(), io.StringIO()
+    return Console(np, out=out, err=err, **options), out, err  # type: ignore[arg-type]
+
+
+def test_shows_the_chiefs_output_and_every_ranks_errors() -> None:
+    shown, out, err = console()
+    shown.feed(0, "stdout", b"loss 1\nlo")
+    shown.feed(1, "stdout", b"loss 2\n")
+    shown.feed(1, "stderr", b"careful\n")
+    shown.feed(0, "stdout", b"ss 3\n")
+    assert (out.getvalue(), err.getvalue()) == ("[0] loss 1\n[0] loss 3\n", "[1] careful\n")
+
+
+def test_verbose_shows_everything() -> None:
+    shown, out, _ = console(verbose=True)
+    shown.feed(1, "stdout", b"loss 2\n")
+    assert out.getvalue() == "[1] loss 2\n"
+
+
+def test_prefixes_line_up_and_are_not_doubled() -> None:
+    shown, _, err = console(np=12)
+    shown.feed(3, "stderr", b"x\n[rank 3/12 hosta] y\n")
+    assert err.getvalue() == "[ 3] x\n[rank 3/12 hosta] y\n"
+
+
+def test_of_a_progress_bar_the_last_state_is_shown() -> None:
+    shown, out, _ = console()
+    shown.feed(0, "stdout", b"1/3\r2/3\r3/3\nnext\r\n")
+    assert out.getvalue() == "[0] 3/3\n[0] next\n"
+
+
+def test_a_last_line_without_end_is_shown_when_the_rank_ends() -> None:
+    shown, out, _ = console()
+    shown.feed(0, "stdout", b"done")
+    shown.finish(0)
+    assert (out.getvalue(), shown.tail(0)) == ("[0] done\n", ("done",))
+
+
+def test_reports_and_noise_are_kept_from_screen_and_tail() -> None:
+    shown, _, err = console()
+    shown.feed(1, "stderr", b'HVD-FAILED {"rank": 1, "host": "h", "time_s": 2.0, "error": "E", '
+               b'"message": "m", "primary": true}\noneDNN custom operations are on\nreal\n')
+    assert (err.getvalue(), shown.tail(1)) == ("[1] real\n", ("real",))
+    record = shown.record(1)
+    assert record is not None
+    assert record.message == "m"
+
+
+def test_log_files_hold_all_lines_of_each_rank(tmp_path: Path) -> None:
+    shown, _, _ = console(np=11, directory=tmp_path / "logs")
+    shown.feed(1, "stdout", b"loss 2\n")
+    shown.feed(1, "stderr", b"oneDNN custom operations are on\n")
+    shown.close()
+    lines = (tmp_path / "logs" / "rank.01.log").read_text(encoding="utf-8").splitlines()
+    assert [line[9:] for line in lines] == [
+        "stdout loss 2", "stderr oneDNN custom operations are on"]
+    assert len(list((tmp_path / "logs").iterdir())) == 11
+
+
+def test_bytes_that_are_no_text_do_not_end_the_job() -> None:
+    shown, out, _ = console()
+    shown.feed(0, "stdout", b"\xff\xfe\n")
+    assert out.getvalue() == "[0] \ufffd\ufffd\n"
+
+
+def test_a_line_without_end_does_not_grow_for_ever() -> None:
+    shown, out, _ = console()
+    shown.feed(0, "stdout", b"x" * 70000)
+    assert len(out.getvalue()) == 70005

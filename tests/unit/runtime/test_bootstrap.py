@@ -1,0 +1,160 @@
+"""Ranks that find each other without a starter's help. In threads: nothing of it is Horovod."""
+
+import http.client
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from hvdtrain.errors import WorldError
+from hvdtrain.runtime.bootstrap import bootstrap, candidate_ports, start_bootstrap
+from hvdtrain.runtime.meet import meet
+from hvdtrain.runtime.network import interface_of, route_to
+from hvdtrain.world import World, detect_world
+from hvdtrain.world.rendezvous import RendezvousServer, listen, scope_sizes, serve
+
+
+def world(rank: int, size: int, hosts: str = "here", slots: str | None = None) -> World:
+    return detect_world({
+        "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_NTASKS": str(size),
+        "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": slots or str(size), "SLURM_STEP_NODELIST": hosts})
+
+
+def in_threads(actions: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=action) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.fixture
+def server() -> Iterator[RendezvousServer]:
+    """A rendezvous of two ranks on one host."""
+    running = serve(listen("127.0.0.1"), hosts=["here"], slots=[2], token="t")
+    yield running
+    running.close()
+
+
+def request(server: RendezvousServer, method: str, path: str, body: bytes | None = None
+            ) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    try:
+        connection.request(method, path, body)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def test_all_ranks_get_the_variables_of_one_rendezvous() -> None:
+    found = {}
+
+    def start(rank: int) -> None:
+        found[rank] = start_bootstrap(world(rank, 3), {"SLURM_JOB_ID": "11"}, timeout_s=15)
+
+    in_threads([lambda rank=rank: start(rank) for rank in (2, 1, 0)])  # type: ignore[misc]
+    server = found[0].server
+    assert server is not None
+    try:
+        assert found[1].server is None
+        assert found[1].variables == {
+            "HOROVOD_RANK": "1", "HOROVOD_SIZE": "3", "HOROVOD_LOCAL_RANK": "1",
+            "HOROVOD_LOCAL_SIZE": "3", "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1",
+            "HOROVOD_HOSTNAME": "here", "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": "lo",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.port)}
+        ports = {made.variables["HOROVOD_GLOO_RENDEZVOUS_PORT"] for made in found.values()}
+        assert ports == {str(server.port)}
+    finally:
+        server.close()
+
+
+def test_a_taken_port_is_passed_over() -> None:
+    environ = {"SLURM_JOB_ID": "12"}
+    with listen("127.0.0.1", candidate_ports("12..here.2")[0]):
+        made = start_bootstrap(world(0, 2), environ, timeout_s=5)
+    assert made.server is not None
+    made.server.close()
+    assert made.server.port == candidate_ports("12..here.2")[1]
+
+
+def test_a_chief_that_is_not_there_is_named() -> None:
+    with pytest.raises(WorldError, match="Is rank 0 running"):
+        start_bootstrap(world(1, 2), {"SLURM_JOB_ID": "13"}, timeout_s=0.0)
+
+
+def test_a_host_that_cannot_be_resolved_is_named() -> None:
+    with pytest.raises(WorldError, match=r"nowhere\.invalid cannot be resolved"):
+        start_bootstrap(world(0, 2, "here,nowhere.invalid", "1,1"), {}, timeout_s=0.0)
+
+
+def test_other_worlds_need_no_bootstrap() -> None:
+    assert bootstrap(detect_world({}), {}) == {}
+
+
+def test_the_store_speaks_horovods_protocol(server: RendezvousServer) -> None:
+    assert request(server, "GET", "/global/0")[0] == 404
+    assert request(server, "PUT", "/global/0", b"address") == (200, b"")
+    assert request(server, "GET", "/global/0") == (200, b"address")
+    assert request(server, "GET", "/hvdtrain/token") == (200, b"t")
+
+
+def test_a_scope_is_emptied_when_all_members_have_left(server: RendezvousServer) -> None:
+    request(server, "PUT", "/global/x", b"1")
+    request(server, "DELETE", "/global/0")
+    assert request(server, "GET", "/global/x")[0] == 200
+    request(server, "DELETE", "/global/1")
+    assert request(server, "GET", "/global/x")[0] == 404
+
+
+def test_scopes_are_those_of_horovod() -> None:
+    assert scope_sizes(["a", "b", "c"], [2, 2, 1]) == {
+        "global": 5, "local_a": 2, "local_b": 2, "local_c": 1, "cross_0": 3, "cross_1": 2}
+
+
+def test_meet_returns_when_the_last_rank_has_come(server: RendezvousServer) -> None:
+    environ = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+               "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.port)}
+    met: list[int] = []
+
+    def come(rank: int) -> None:
+        meet(world(rank, 2), environ, timeout_s=15)
+        met.append(rank)
+
+    in_threads([lambda: come(0), lambda: come(1)])
+    assert sorted(met) == [0, 1]
+
+
+@pytest.mark.parametrize(("rank", "message"), [
+    (0, "ranks missing: 1, 2"), (1, "rank 0 gave no sign")])
+def test_meet_names_who_is_missing(server: RendezvousServer, rank: int, message: str) -> None:
+    environ = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+               "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.port)}
+    with pytest.raises(WorldError, match=message):
+        meet(world(rank, 3), environ, timeout_s=0.0)
+
+
+def test_meet_says_when_the_rendezvous_has_gone(server: RendezvousServer) -> None:
+    server.close()
+    environ = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+               "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.port)}
+    with pytest.raises(WorldError, match="does not answer"):
+        meet(world(0, 2), environ)
+
+
+def test_meet_without_a_rendezvous_does_nothing() -> None:
+    meet(world(0, 2), {})
+
+
+def test_the_way_to_this_host_is_the_loopback() -> None:
+    route = route_to("localhost")
+    assert (route.own_address, route.interface, route.address) == ("127.0.0.1", "lo", "127.0.0.1")
+
+
+def test_an_address_of_no_interface_is_an_error() -> None:
+    with pytest.raises(OSError, match=r"192\.0\.2\.1"):
+        interface_of("192.0.2.1")

@@ -1,0 +1,119 @@
+"""How a rank fails: what it prints, what it reports, with which code it leaves."""
+
+import faulthandler
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import BuildError, ConfigError
+from hvdtrain.runtime.guard import exit_code_of, install
+from hvdtrain.runtime.stop import StopFlag
+from hvdtrain.world import detect_world
+from hvdtrain.world.failure import FailureRecord
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = """
+import atexit, os, signal, sys, time
+from hvdtrain.errors import ConfigError
+from hvdtrain.runtime.guard import install
+from hvdtrain.world import detect_world
+world = detect_world({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "1",
+                      "HOROVOD_LOCAL_SIZE": "2"}, hostname="h")
+atexit.register(print, "SHUTDOWN")
+"""
+
+
+def rank(body: str, *, report: bool = True) -> subprocess.CompletedProcess[str]:
+    """A process that is guarded and runs `body`."""
+    variables = {"HVDTRAIN_REPORT": "1"} if report else {}
+    program = f"{PROGRAM}\nguard = install(world, {variables!r})\n{body}"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          cwd=ROOT, timeout=20, check=False)
+
+
+def record_of(done: subprocess.CompletedProcess[str]) -> FailureRecord:
+    record = FailureRecord.from_line(done.stderr.splitlines()[-1])
+    assert record is not None
+    return record
+
+
+def test_a_bug_keeps_its_traceback_and_is_reported() -> None:
+    done = rank("print('out', end='')\nraise ValueError('bad sample')")
+    record = record_of(done)
+    assert (done.returncode, done.stdout) == (1, "out")
+    assert done.stderr.splitlines()[0] == "Traceback (most recent call last):"
+    assert (record.rank, record.host, record.error, record.message, record.primary) == (
+        1, "h", "ValueError", "bad sample", True)
+
+
+def test_an_error_of_the_users_is_its_message_alone() -> None:
+    done = rank("raise ConfigError('epochs is 0.')", report=False)
+    assert (done.returncode, done.stderr) == (2, "hvdtrain: epochs is 0.\n")
+
+
+def test_a_consequence_waits_for_its_cause() -> None:
+    started = time.monotonic()
+    done = rank("raise RuntimeError('Horovod has been shut down')")
+    assert time.monotonic() - started > 1.0
+    assert not record_of(done).primary
+
+
+def test_a_context_catches_what_the_caller_would_swallow() -> None:
+    done = rank("try:\n    with guard:\n        raise KeyError('x')\nexcept KeyError:\n    pass")
+    assert (done.returncode, record_of(done).error) == (1, "KeyError")
+
+
+@pytest.mark.parametrize(("body", "code", "message"), [
+    ("sys.exit(3)", 3, "3"), ("sys.exit('no data')", 1, "no data")])
+def test_sys_exit_in_a_context_is_a_failure(body: str, code: int, message: str) -> None:
+    done = rank(f"with guard:\n    {body}")
+    assert (done.returncode, record_of(done).message, done.stdout) == (code, message, "")
+
+
+def test_an_ordinary_end_runs_the_ordinary_shutdown() -> None:
+    done = rank("with guard:\n    sys.exit(0)")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "SHUTDOWN\n", "")
+
+
+def test_usr2_prints_the_stacks_and_goes_on() -> None:
+    done = rank("def waiting():\n    os.kill(os.getpid(), signal.SIGUSR2)\nwaiting()")
+    assert done.returncode == 0
+    assert "in waiting" in done.stderr
+
+
+def test_a_second_signal_ends_at_once_but_not_one_that_was_sent_twice() -> None:
+    done = rank("for wait in (0, 0, 1.1, 0):\n    time.sleep(wait)\n"
+                "    os.kill(os.getpid(), signal.SIGTERM)\n    print(wait, flush=True)")
+    assert (done.returncode, done.stdout) == (143, "0\n0\n")
+
+
+def test_install_leaves_nothing_behind() -> None:
+    def state() -> tuple[object, ...]:
+        return (sys.excepthook, signal.getsignal(signal.SIGTERM),
+                signal.getsignal(signal.SIGUSR1), faulthandler.is_enabled())
+
+    before = state()
+    with install(detect_world({}, hostname="h"), {}) as guard:
+        assert sys.excepthook is not before[0]
+        signal.raise_signal(signal.SIGUSR1)
+        assert (guard.stop.requested, guard.stop.signal_number) == (True, signal.SIGUSR1)
+    assert state() == before
+
+
+def test_a_stop_can_be_asked_for_without_a_signal() -> None:
+    flag = StopFlag()
+    assert not flag.requested
+    flag.request()
+    assert flag.requested
+
+
+@pytest.mark.parametrize(("error", "code"), [
+    (ConfigError("x"), 2), (BuildError("x"), 4), (KeyboardInterrupt(), 130), (OSError(), 1)])
+def test_exit_codes(error: BaseException, code: int) -> None:
+    assert exit_code_of(error) == code
+
+
