@@ -162,8 +162,8 @@ def render(tables):
     lines = [
         "# N ranks against one process", "",
         f"{len(tables[sizes[0]])} optimizer configurations, {STEPS} steps of `fit`, "
-        f"batch {BATCH} per rank, float32, against plain Keras on one process with batch N*{BATCH}. "
-        "The model has an L2 regulariser and a MaxNorm constraint.", "",
+        f"batch {BATCH} per rank, float32, against plain Keras on one process with batch "
+        f"N*{BATCH}. The model has an L2 regulariser and a MaxNorm constraint.", "",
         f"Largest difference of all: **{worst:.1e}**. Weights and optimizer states of all ranks "
         f"bitwise equal in every row: **{'yes' if equal else 'NO'}**.", "",
         f"TensorFlow {tf.__version__}, Keras {keras.__version__}; written by "

@@ -124,8 +124,9 @@ def describe_type(hint: Any) -> str:
         return " or ".join(describe_type(part) for part in typing.get_args(hint))
     if hint is type(None):
         return "None"
+    name: str = hint.__name__
     return {"int": "a whole number", "float": "a number", "bool": "true or false",
-            "str": "a string", "Path": "a path"}.get(hint.__name__, hint.__name__)
+            "str": "a string", "Path": "a path"}.get(name, name)
 
 
 def from_mapping(cls: type[ConfigT], values: Mapping[str, Any], *, where: str) -> ConfigT:

@@ -5,6 +5,8 @@ message without a traceback and leaves with `exit_code`. Anything else is a bug 
 traceback.
 """
 
+from typing import TYPE_CHECKING
+
 EXIT_RUN_FAILED = 1
 EXIT_USAGE = 2
 EXIT_MACHINE = 3
@@ -14,7 +16,12 @@ EXIT_BUILD = 4
 class HvdtrainError(Exception):
     """Base of all errors that hvdtrain raises on purpose."""
 
-    exit_code = EXIT_USAGE
+    exit_code: int = EXIT_USAGE
+
+    # TensorFlow's autograph re-raises an error of this constructor as its own type, and any
+    # other as a StagingError.
+    if not TYPE_CHECKING:
+        __init__ = Exception.__init__
 
 
 class ConfigError(HvdtrainError, ValueError):
@@ -56,13 +63,13 @@ class LaunchError(HvdtrainError, RuntimeError):
 class BuildError(HvdtrainError, RuntimeError):
     """Building Horovod failed."""
 
-    exit_code = EXIT_BUILD
+    exit_code: int = EXIT_BUILD
 
 
 class MachineError(HvdtrainError, RuntimeError):
     """This machine lacks something that building or starting needs."""
 
-    exit_code = EXIT_MACHINE
+    exit_code: int = EXIT_MACHINE
 
 
 class MissingExtraError(HvdtrainError, ImportError):

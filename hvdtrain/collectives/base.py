@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 ReduceOp = Literal["average", "sum", "min", "max"]
+Array = np.ndarray[Any, Any]
 Tensor = Any
 """A `tf.Tensor`. TensorFlow has no types of its own that mypy could read."""
 
@@ -56,7 +57,7 @@ class Collective(ABC):
         """
 
     @abstractmethod
-    def broadcast_array(self, array: np.ndarray[Any, Any], *, root: int = 0) -> np.ndarray[Any, Any]:
+    def broadcast_array(self, array: Array, *, root: int = 0) -> Array:
         """Return rank `root`'s array on every rank (host memory, any dtype, equal shapes)."""
 
     @abstractmethod

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.collectives.base import Collective, ReduceOp, Tensor
+from hvdtrain.collectives.base import Array, Collective, ReduceOp, Tensor
 from hvdtrain.optional import require
 
 CHUNK_BYTES = 1 << 28
@@ -57,7 +57,7 @@ class HorovodCollective(Collective):
         """Concatenate over ranks. See `Collective.allgather`."""
         return self._hvd.allgather(self._tie([tensor])[0], name=name, ignore_name_scope=True)
 
-    def broadcast_array(self, array: np.ndarray[Any, Any], *, root: int = 0) -> np.ndarray[Any, Any]:
+    def broadcast_array(self, array: Array, *, root: int = 0) -> Array:
         """Broadcast through bytes: every dtype, bit for bit (Horovod itself has no bfloat16)."""
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         parts = [
@@ -66,8 +66,9 @@ class HorovodCollective(Collective):
                 name=f"hvdtrain.broadcast.{start}", ignore_name_scope=True).numpy()
             for start in range(0, flat.size, CHUNK_BYTES)
         ]
-        joined = np.concatenate(parts) if parts else flat
-        return joined.view(array.dtype).reshape(array.shape)
+        joined: Array = np.concatenate(parts) if parts else flat
+        received: Array = joined.view(array.dtype).reshape(array.shape)
+        return received
 
     def gather_objects(self, value: object) -> list[Any]:
         """Gather pickled objects. See `Collective.gather_objects`."""

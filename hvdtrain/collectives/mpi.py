@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.collectives.base import Collective, ReduceOp, Tensor
+from hvdtrain.collectives.base import Array, Collective, ReduceOp, Tensor
 from hvdtrain.errors import CollectiveError
 from hvdtrain.optional import require
 
@@ -37,7 +37,7 @@ class MpiCollective(Collective):
         self.size = int(self._comm.Get_size())
         self._op = {"average": self._mpi.SUM, "sum": self._mpi.SUM,
                     "min": self._mpi.MIN, "max": self._mpi.MAX}
-        self._buffers: dict[tuple[str, int], np.ndarray[Any, Any]] = {}
+        self._buffers: dict[tuple[str, int], Array] = {}
 
     def reduce(self, tensors: Sequence[Tensor], *, name: str, op: ReduceOp) -> list[Tensor]:
         """One `MPI_Allreduce` for the whole list. See `Collective.reduce`.
@@ -55,8 +55,8 @@ class MpiCollective(Collective):
             reduced.set_shape(tensor.shape)
         return [self._tf.cast(t, self._tf.float16) for t in out] if half else out
 
-    def _reduce_arrays(self, arrays: Sequence[np.ndarray[Any, Any]],
-                       op: ReduceOp) -> list[np.ndarray[Any, Any]]:
+    def _reduce_arrays(self, arrays: Sequence[Array],
+                       op: ReduceOp) -> list[Array]:
         sizes = [a.size for a in arrays]
         flat = self._buffer(arrays[0].dtype, sum(sizes))
         ends = np.cumsum(sizes)
@@ -68,7 +68,7 @@ class MpiCollective(Collective):
         return [flat[end - a.size:end].reshape(a.shape).copy()
                 for a, end in zip(arrays, ends, strict=True)]
 
-    def _buffer(self, dtype: np.dtype[Any], size: int) -> np.ndarray[Any, Any]:
+    def _buffer(self, dtype: np.dtype[Any], size: int) -> Array:
         key = (dtype.str, size)
         if key not in self._buffers:
             self._buffers[key] = np.empty(size, dtype)
@@ -81,18 +81,19 @@ class MpiCollective(Collective):
         out.set_shape([None, *tensor.shape[1:]])
         return out
 
-    def _allgather_array(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _allgather_array(self, array: Array) -> Array:
         counts = self._comm.allgather(array.size)
         flat = np.empty(sum(counts), array.dtype)
         self._comm.Allgatherv(np.ascontiguousarray(array).reshape(-1), (flat, counts))
         return flat.reshape((-1, *array.shape[1:]))
 
-    def broadcast_array(self, array: np.ndarray[Any, Any], *, root: int = 0) -> np.ndarray[Any, Any]:
+    def broadcast_array(self, array: Array, *, root: int = 0) -> Array:
         """Broadcast through bytes. See `Collective.broadcast_array`."""
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy()
         for start in range(0, flat.size, CHUNK_BYTES):
             self._comm.Bcast(flat[start:start + CHUNK_BYTES], root)
-        return flat.view(array.dtype).reshape(array.shape)
+        received: Array = flat.view(array.dtype).reshape(array.shape)
+        return received
 
     def gather_objects(self, value: object) -> list[Any]:
         """Gather pickled objects. See `Collective.gather_objects`."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from hvdtrain.collectives.base import Collective, ReduceOp, Tensor
+from hvdtrain.collectives.base import Array, Collective, ReduceOp, Tensor
 
 
 class SingleCollective(Collective):
@@ -27,7 +25,7 @@ class SingleCollective(Collective):
         del name
         return tensor
 
-    def broadcast_array(self, array: np.ndarray[Any, Any], *, root: int = 0) -> np.ndarray[Any, Any]:
+    def broadcast_array(self, array: Array, *, root: int = 0) -> Array:
         """Return the array as it is."""
         del root
         return array

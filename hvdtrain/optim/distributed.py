@@ -155,8 +155,10 @@ def _hook_leaf(leaf: Any, reducer: GradientReducer | None, *, outer: Any) -> Non
 
 
 def _hook_scaled_apply(optimizer: Any, reducer: GradientReducer) -> None:
-    """LossScaleOptimizer without accumulation: reduce the scaled gradients, before the finite
-    check. All ranks then see the same gradients, so all skip or apply; no extra collective.
+    """LossScaleOptimizer without accumulation: reduce the scaled gradients.
+
+    That is before the finite check: all ranks then see the same gradients, so all skip or
+    apply, without a further collective.
     """
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def apply(grads: Any, trainable_variables: Any = None) -> Any:

@@ -135,8 +135,10 @@ def build_order(optimizer: Optimizer, variables: list[Any]) -> list[int]:
 
 
 def shared_variables(optimizer: Optimizer) -> list[Any]:
-    """The optimizer's variables that are equal on all ranks: all but gradient accumulators,
-    which hold what one rank has gathered since the last update.
+    """The optimizer's variables that are equal on all ranks.
+
+    That is all but gradient accumulators: they hold what one rank gathered since the last
+    update.
     """
     own = {id(v) for leaf in leaf_optimizers(optimizer)
            for v in getattr(leaf, "_accumulated_gradients", [])}

@@ -75,9 +75,7 @@ class GradientReducer:
         for position, gradient in enumerate(out):
             if gradient is None:
                 continue
-            if not isinstance(gradient, tf.IndexedSlices):
-                dense.append((position, tf.convert_to_tensor(gradient)))
-            elif self._options.sparse == "dense":
+            if not isinstance(gradient, tf.IndexedSlices) or self._options.sparse == "dense":
                 dense.append((position, tf.convert_to_tensor(gradient)))
             else:
                 out[position] = self._gather_rows(gradient, f"{name}.s{position}")

@@ -111,7 +111,7 @@ def digests(variables: Sequence[Any]) -> Digests:
     """Checksum each variable, bit for bit."""
     return Digests(
         names=tuple(str(getattr(v, "path", v.name)) for v in variables),
-        values=tuple(zlib.crc32(np.ascontiguousarray(_value(v)).reshape(-1).view(np.uint8))
+        values=tuple(zlib.crc32(np.ascontiguousarray(_value(v)).reshape(-1).view(np.uint8).data)
                      for v in variables))
 
 

@@ -36,12 +36,12 @@ def digits_images() -> DataSplits:
     return _held_out_fifth(x.reshape(-1, 8, 8, 1), y, "digits")
 
 
-def _load_digits() -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+def _load_digits() -> tuple[np.ndarray, np.ndarray]:
     loaded = require("sklearn.datasets", "the digits data set").load_digits()
     return (loaded.data / 16.0).astype(np.float32), loaded.target.astype(np.int32)
 
 
-def _held_out_fifth(x: np.ndarray, y: np.ndarray, name: str) -> DataSplits:  # type: ignore[type-arg]
+def _held_out_fifth(x: np.ndarray, y: np.ndarray, name: str) -> DataSplits:
     order = np.random.default_rng(SPLIT_SEED).permutation(len(x))
     held = len(x) // 5
     test, train = order[:held], order[held:]
@@ -105,7 +105,7 @@ def text(path: str | None = None, length: int = 64) -> DataSplits:
                       validation=_windows(codes[cut:], length, "text (last tenth)"))
 
 
-def _windows(codes: np.ndarray, length: int, name: str) -> ArraySource:  # type: ignore[type-arg]
+def _windows(codes: np.ndarray, length: int, name: str) -> ArraySource:
     count = (len(codes) - 1) // length
     return ArraySource((codes[:count * length].reshape(count, length),
                         codes[1:count * length + 1].reshape(count, length)), name=name)

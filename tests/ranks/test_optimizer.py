@@ -30,10 +30,9 @@ def assert_same_everywhere(session, variables):
     assert all(d == everyone[0] for d in everyone)
 
 
-QUICK = ["Adam, global_clipnorm", "SGD, weight decay, global_clipnorm", "Muon",
-         "SGD, accumulation 4, global_clipnorm", "LossScaleOptimizer(Adam)",
-         "LossScaleOptimizer(SGD, accumulation 4)", "MultiOptimizer(SGD, Adam)",
-         "Adam, CosineDecay with warmup", "SGD, EMA overwriting"]
+QUICK = ["Adam, global_clipnorm", "SGD, accumulation 4, global_clipnorm",
+         "LossScaleOptimizer(Adam)", "LossScaleOptimizer(SGD, accumulation 4)",
+         "MultiOptimizer(SGD, Adam)", "Adam, CosineDecay with warmup"]
 
 
 @pytest.mark.parametrize("name", [
@@ -62,6 +61,7 @@ def loop_data(tf, rank, step):
 
 
 @TWO
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_custom_loop_with_different_orders_and_missing_gradients(
         eager, rank_session, keras, tf):
@@ -192,7 +192,7 @@ def test_a_step_of_two_optimizers_and_a_custom_train_step(rank_session, keras, t
     keras.utils.set_random_seed(5)
     model = TwoHeads()
     model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
-    model.build((None, 3))
+    model(np.zeros((1, 3), "f4"))
     model.optimizer.build(model.a.trainable_weights)
     model.second.build(model.b.trainable_weights)
     x = np.random.default_rng(rank_session.world.rank).normal(size=(16, 3)).astype("f4")

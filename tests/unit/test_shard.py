@@ -39,7 +39,8 @@ def test_the_ranks_together_see_what_one_process_sees_in_each_step(samples, size
     alone = one.order(5)
     for step in range(ranks[0].full_steps):
         together = np.concatenate([p.order(5)[step * batch:(step + 1) * batch] for p in ranks])
-        np.testing.assert_array_equal(together, alone[step * size * batch:(step + 1) * size * batch])
+        expected = alone[step * size * batch:(step + 1) * size * batch]
+        np.testing.assert_array_equal(together, expected)
 
 
 def test_each_epoch_is_another_order_and_reproducible():

@@ -90,8 +90,10 @@ class Coordinator(keras.callbacks.Callback):
             hooked.loss_watch = self._watch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Agree where it is time. (Not in `on_train_batch_end`: overriding that one makes Keras
-        copy the metrics from the device after every batch.)
+        """Agree where it is time.
+
+        Not in `on_train_batch_end`: overriding that one makes Keras copy the metrics from the
+        device after every batch.
         """
         del logs
         if self._steps_seen >= self._next_agreement:
