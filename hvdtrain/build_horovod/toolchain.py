@@ -14,7 +14,7 @@ from hvdtrain.build_horovod.process import run
 from hvdtrain.errors import MachineError
 
 WITHOUT_COMPILER = (
-    "Without a compiler, CPU training works through mpi4py: hvdtrain fit --collective mpi ... "
+    "Without a compiler, CPU training works through mpi4py: hvdtrain fit --collective mpi4py ... "
     "(pip install 'hvdtrain[mpi]').")
 
 _NO_COMPILER = (

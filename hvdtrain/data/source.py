@@ -69,8 +69,7 @@ class ArraySource(Source):
 
     def __init__(self, data: Structure, *, name: str = "arrays") -> None:
         self.name = name
-        self._data = tf.nest.map_structure(
-            lambda a: a if isinstance(a, np.ndarray) else np.asarray(a), data)
+        self._data = tf.nest.map_structure(lambda a: _as_array(a, name), data)
         lengths = {len(a) for a in tf.nest.flatten(self._data)}
         if len(lengths) > 1:
             raise DataError(
@@ -98,6 +97,21 @@ class ArraySource(Source):
     def read(self, rows: np.ndarray[Any, Any]) -> Structure:
         """See `Source.read`."""
         return tf.nest.map_structure(lambda a: np.asarray(a[rows]), self._data)
+
+
+def _as_array(value: Any, name: str) -> np.ndarray[Any, Any]:
+    if isinstance(value, (tf.data.Dataset, str)) or callable(value):
+        raise DataError(
+            f"{name}: expected arrays x, (x, y) or (x, y, sample_weight), or a hvdtrain Source. "
+            f"Received: {type(value).__name__}. Give the arrays that the data set is made of, so "
+            "that each rank can read its share.")
+    array = value if isinstance(value, np.ndarray) else np.asarray(value)
+    if array.ndim == 0 or array.dtype == object:
+        raise DataError(
+            f"{name}: every array needs a first axis over the samples and numbers in it. "
+            f"Received: an array of shape {array.shape} and dtype {array.dtype}. A plain list is "
+            "taken as a list of arrays; wrap it in numpy.array().")
+    return array
 
 
 def load_npz(path: str | Path, *, x: str = "x", y: str | None = "y",

@@ -101,6 +101,8 @@ def DistributedOptimizer(  # noqa: N802 - the name the field knows
     for leaf, reducer in zip(fresh, fresh_reducers, strict=True):
         _hook_leaf(leaf, reducer, outer=optimizer)
         _mark(leaf, collective)
+    if keras_seam.is_multi(optimizer):
+        _hook_late_leaves(optimizer, collective, base, reduce_options)
     _mark(optimizer, collective)
     _hook_loss(optimizer)
     _hook_data_dependency(optimizer)
@@ -173,6 +175,21 @@ def _hook_scaled_apply(optimizer: Any, reducer: GradientReducer) -> None:
             return original(reduced, [variables[j] for j in order])
         return apply
     keras_seam.replace_method(optimizer, "apply", make)
+
+
+def _hook_late_leaves(optimizer: Any, collective: Collective, base: str,
+                      options: ReducerOptions) -> None:
+    """MultiOptimizer may be given a function, which makes optimizers when it is built."""
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def build(variables: Any) -> None:
+            original(variables)
+            for k, leaf in enumerate(keras_seam.leaf_optimizers(optimizer)):
+                if not is_distributed(leaf):
+                    reducer = GradientReducer(collective, f"{base}.late{k}", options)
+                    _hook_leaf(leaf, reducer, outer=optimizer)
+                    _mark(leaf, collective)
+        return build
+    keras_seam.replace_method(optimizer, "build", make)
 
 
 def _hook_agreement(optimizer: Any, collective: Collective, base: str) -> None:

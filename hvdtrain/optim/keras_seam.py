@@ -118,12 +118,17 @@ def is_loss_scale(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
 
+def is_multi(optimizer: Optimizer) -> bool:
+    """Whether this is a `MultiOptimizer` (Keras has it since 3.11)."""
+    multi = getattr(keras.optimizers, "MultiOptimizer", None)
+    return multi is not None and isinstance(optimizer, multi)
+
+
 def leaf_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that update variables, below loss scaling and `MultiOptimizer`."""
     if is_loss_scale(optimizer):
         return leaf_optimizers(optimizer.inner_optimizer)
-    multi = getattr(keras.optimizers, "MultiOptimizer", None)
-    if multi is not None and isinstance(optimizer, multi):
+    if is_multi(optimizer):
         return [leaf for inner in optimizer.optimizers for leaf in leaf_optimizers(inner)]
     return [optimizer]
 

@@ -165,6 +165,19 @@ def test_no_phantom_step_at_the_end_of_a_data_set_of_unknown_size(hooked):
     assert int(optimizer.iterations.numpy()) == (6 if hooked else 8)
 
 
+def test_optimizers_that_a_multi_optimizer_makes_when_it_is_built_are_hooked_too():
+    made = []
+
+    def choose(variable):
+        made.append(keras.optimizers.SGD(0.1))
+        return made[-1]
+    optimizer = DistributedOptimizer(keras.optimizers.MultiOptimizer(choose))
+    assert is_distributed(optimizer)
+    optimizer.build([keras.Variable([1.0], name="a"), keras.Variable([1.0], name="b")])
+    assert len(made) == 2
+    assert all(is_distributed(leaf) for leaf in made)
+
+
 def test_gradients_of_repeated_rows_are_merged_on_one_rank_too():
     table, dense = keras.Variable(np.ones((4, 2), "f4")), keras.Variable(np.ones((4, 2), "f4"))
     optimizers = [DistributedOptimizer(keras.optimizers.Adagrad(0.1)),

@@ -100,6 +100,14 @@ def test_bad_data_is_named(tmp_path):
         load_npz(tmp_path / "o.npz")
     with pytest.raises(DataError, match="different numbers of samples: 2, 3"):
         ArraySource((np.zeros(3), np.zeros(2)))
+    with pytest.raises(DataError, match=r"Received: an array of shape \(\)"):
+        ArraySource([1.0, 2.0])
+
+
+def test_what_is_no_array_is_refused_by_name():
+    for given in (tf.data.Dataset.range(3), "x.npz", lambda: None):
+        with pytest.raises(DataError, match=r"train: expected arrays x, \(x, y\)"):
+            hvdtrain.fit(compiled(), given)
 
 
 # learning rate
