@@ -30,6 +30,8 @@ class HookState:
 
     owner_id: int
     collective: Collective
+    name: str
+    """Begins the names of its collectives; must be equal on all ranks."""
     learning_rate_multiplier: Callable[[Any], Any] | None = None
     """Maps the iteration (int64 tensor) to a factor on the learning rate, during updates."""
     loss_watch: Callable[[Any], None] | None = None
@@ -100,19 +102,19 @@ def DistributedOptimizer(  # noqa: N802 - the name the field knows
             _hook_agreement(optimizer, collective, base)
     for leaf, reducer in zip(fresh, fresh_reducers, strict=True):
         _hook_leaf(leaf, reducer, outer=optimizer)
-        _mark(leaf, collective)
+        _mark(leaf, collective, base)
     if keras_seam.is_multi(optimizer):
         _hook_late_leaves(optimizer, collective, base, reduce_options)
-    _mark(optimizer, collective)
+    _mark(optimizer, collective, base)
     _hook_loss(optimizer)
     _hook_data_dependency(optimizer)
     return optimizer
 
 
-def _mark(optimizer: Any, collective: Collective) -> None:
+def _mark(optimizer: Any, collective: Collective, name: str) -> None:
     if not is_distributed(optimizer):
-        keras_seam.set_on_instance(
-            optimizer, _STATE, HookState(owner_id=id(optimizer), collective=collective))
+        keras_seam.set_on_instance(optimizer, _STATE, HookState(
+            owner_id=id(optimizer), collective=collective, name=name))
 
 
 def _hook_leaf(leaf: Any, reducer: GradientReducer | None, *, outer: Any) -> None:
@@ -187,7 +189,7 @@ def _hook_late_leaves(optimizer: Any, collective: Collective, base: str,
                 if not is_distributed(leaf):
                     reducer = GradientReducer(collective, f"{base}.late{k}", options)
                     _hook_leaf(leaf, reducer, outer=optimizer)
-                    _mark(leaf, collective)
+                    _mark(leaf, collective, base)
         return build
     keras_seam.replace_method(optimizer, "build", make)
 

@@ -84,7 +84,7 @@ def fit(model: Any, train: Source | Any, *, validation: Source | Any | None = No
     config = config or TrainConfig()
     train, validation = _as_source(train, "train"), _as_source(validation, "validation")
     _prepare_optimizer(model, session)
-    compare_settings(session.collective, config, len(train))
+    compare_settings(session.collective, config, len(train), model.optimizer)
     shards = ShardPlan(
         samples=len(train), rank=session.world.rank, size=session.world.size,
         batch_per_rank=config.batch_per_rank, seed=config.seed, shuffle=config.shuffle,

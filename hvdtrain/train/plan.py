@@ -10,6 +10,8 @@ from hvdtrain.collectives.base import Collective
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shard import ShardPlan
 from hvdtrain.errors import ConfigError
+from hvdtrain.optim.distributed import state_of
+from hvdtrain.optim.keras_seam import leaf_optimizers
 from hvdtrain.session import Session
 from hvdtrain.train.schedule import LrPlan
 
@@ -70,7 +72,8 @@ def _group(ranks: tuple[str, ...]) -> str:
     return "; ".join(f"{a if a == b else f'{a}-{b}'} on {text}" for a, b, text in groups)
 
 
-def compare_settings(collective: Collective, config: TrainConfig, samples: int) -> None:
+def compare_settings(collective: Collective, config: TrainConfig, samples: int,
+                     optimizer: Any) -> None:
     """Refuse to train where ranks were given different settings or data. All ranks.
 
     Raises:
@@ -79,6 +82,10 @@ def compare_settings(collective: Collective, config: TrainConfig, samples: int) 
     mine: dict[str, Any] = {f.name: str(getattr(config, f.name))
                             for f in dataclasses.fields(config)}
     mine["number of training samples"] = samples
+    # A rank that made one distributed optimizer more would wait for the others for ever.
+    mine["order of distributed optimizers"] = ", ".join(
+        hooked.name for leaf in [optimizer, *leaf_optimizers(optimizer)]
+        if (hooked := state_of(leaf)) is not None)
     everyone = collective.gather_objects(mine)
     for rank, theirs in enumerate(everyone):
         for name, value in everyone[0].items():

@@ -328,6 +328,20 @@ def test_settings_that_differ_between_ranks_are_named(rank_session, keras):
 
 
 @TWO
+def test_a_rank_that_made_one_optimizer_more_is_named(rank_session, keras):
+    import hvdtrain
+    from hvdtrain.errors import ConfigError
+    if rank_session.world.rank == 1:
+        hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    with pytest.raises(ConfigError, match="order of distributed optimizers is .* on rank 1"):
+        fit_quietly(model, (np.ones((8, 2), "f4"), np.ones((8, 1), "f4")))
+    if rank_session.world.rank == 0:
+        hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.01))
+
+
+@TWO
 def test_an_error_on_the_chief_reaches_every_rank(rank_session):
     from hvdtrain.errors import CheckpointError
     from hvdtrain.train.chief import on_chief

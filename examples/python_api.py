@@ -1,0 +1,31 @@
+"""A script of one's own, without a job file.
+
+    hvdtrain launch -np 2 -- python examples/python_api.py
+    python examples/python_api.py
+"""
+
+import keras
+from keras import layers
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+import hvdtrain
+
+hvdtrain.init()
+
+x, y = load_digits(return_X_y=True)
+x = (x / 16).astype("float32")
+x, x_test, y, y_test = train_test_split(x, y, test_size=0.2, random_state=0)
+
+keras.utils.set_random_seed(0)
+model = keras.Sequential([
+    keras.Input((64,)),
+    layers.Dense(128, activation="relu"),
+    layers.Dense(128, activation="relu"),
+    layers.Dense(10, activation="softmax"),
+])
+model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.Adam(1e-3)),
+              "sparse_categorical_crossentropy", metrics=["accuracy"])
+
+hvdtrain.fit(model, (x, y), validation=(x_test, y_test),
+             config=hvdtrain.TrainConfig(batch_per_rank=32, epochs=15, lr_scaling="sqrt"))
