@@ -67,6 +67,8 @@ class TrainConfig:
     """Stop when a loss is not finite, naming step and rank."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.output, str):
+            object.__setattr__(self, "output", Path(self.output))
         check_types(self)
         for name in ("batch_per_rank", "epochs", "keep_checkpoints"):
             _at_least(self, name, 1)

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.job import Job, JobFile, Named, read_job_file
+from hvdtrain.job import DEFAULT_OPTIMIZER, CompileConfig, Job, JobFile, Named, read_job_file
 
 
 def load_job(target: str) -> Job:
@@ -62,6 +62,10 @@ def _compile(model: Any, parsed: JobFile, folder: Path) -> Any:
         if getattr(model, "optimizer", None) is None:
             raise ConfigError(f"{parsed.path}: [compile] needs a loss, e.g. "
                               "loss = \"sparse_categorical_crossentropy\"")
+        if settings != CompileConfig() or parsed.optimizer != Named(name=DEFAULT_OPTIMIZER):
+            raise ConfigError(
+                f"{parsed.path}: the model compiles itself, so [compile] and [optimizer] would "
+                "be ignored. Take them out, or give [compile] a loss to compile it anew.")
         return model
     optimizer = call(_optimizer_class(parsed.optimizer, folder), parsed.optimizer, "[optimizer]")
     try:
@@ -168,5 +172,5 @@ def _import_module(name: str) -> ModuleType:
         raise ConfigError(
             f"There is no module {name!r}, and no file of that name. Give a .toml file, a .py "
             "file or a module that can be imported from here.") from error
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"{name!r} is neither a file nor a module name.") from error

@@ -91,6 +91,7 @@ class JobFile:
     train: TrainConfig
 
 
+DEFAULT_OPTIMIZER = "Adam"
 _TABLES = ("model", "data", "optimizer", "compile", "train")
 
 
@@ -124,7 +125,7 @@ def read_job_file(path: Path) -> JobFile:
         path=path,
         model=_named(path, tables, "model"),
         data=_named(path, tables, "data"),
-        optimizer=_named(path, tables, "optimizer", default="Adam"),
+        optimizer=_named(path, tables, "optimizer", default=DEFAULT_OPTIMIZER),
         compile=from_mapping(CompileConfig, compile_table, where=f"{path}, [compile]"),
         train=from_mapping(TrainConfig, tables.get("train", {}), where=f"{path}, [train]"))
 

@@ -44,7 +44,7 @@ def fit_command(
 ) -> None:
     """Train JOB. The same on one process and under every starter.
 
-    hvdtrain fit JOB | hvdtrain launch -np 8 fit JOB | horovodrun -np 8 hvdtrain fit JOB |
+    hvdtrain fit JOB | hvdtrain launch -np 8 fit JOB | horovodrun --gloo -np 8 hvdtrain fit JOB |
     mpirun -np 8 hvdtrain fit JOB | srun hvdtrain fit JOB
     """
     changes = dict(

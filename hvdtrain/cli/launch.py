@@ -13,12 +13,13 @@ from typing import Annotated
 import typer
 from typer.core import TyperCommand
 
-from hvdtrain.errors import LaunchError
+from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.launch.options import COLLECTIVES, STARTERS, LaunchOptions
 
 # The first word that is no option begins the command; its own options are left alone.
 LAUNCH_SETTINGS = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 _COMMANDS_WITH_COLLECTIVE = ("fit",)
+_RANK_COMMANDS = ("fit", "world")
 
 
 class LaunchCommand(TyperCommand):
@@ -102,10 +103,34 @@ def rank_command(words: list[str], collective: str) -> tuple[str, ...]:
         raise LaunchError(
             f"{words[0]!r} is not an hvdtrain command. To start a program on each rank write -- "
             f"before it: hvdtrain launch -np N -- {' '.join(words)}")
+    if words[0] not in _RANK_COMMANDS:
+        raise LaunchError(
+            f"{words[0]!r} is not a command of the ranks. Expected one of: "
+            f"{', '.join(_RANK_COMMANDS)}; or -- and a program: hvdtrain launch -np N -- "
+            f"{' '.join(words)}")
+    if words[0] == "fit":
+        check_job(words[1:])
     if (collective != "auto" and words[0] in _COMMANDS_WITH_COLLECTIVE
             and _asked_in(words) is None):
         words = [*words, "--collective", collective]
     return (sys.executable, "-m", "hvdtrain", *words)
+
+
+def check_job(words: list[str]) -> None:
+    """Tell a mistake in a job file once, here, rather than on every rank.
+
+    Raises:
+        ConfigError: The job file is missing or wrong.
+    """
+    from hvdtrain.job import read_job_file
+    for word in words:
+        path = Path(word)
+        if path.suffix == ".toml" and not word.startswith("-"):
+            read_job_file(path)
+            return
+        if path.suffix == ".py" and not word.startswith("-") and not path.is_file():
+            raise ConfigError(f"The job file {path} does not exist. Give a .toml file, a .py "
+                              "file or a module; examples/ has some of each.")
 
 
 def collective_of(words: list[str], collective: str) -> str:

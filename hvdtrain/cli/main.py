@@ -18,6 +18,7 @@ from hvdtrain.errors import HvdtrainError
 app = typer.Typer(
     name="hvdtrain", no_args_is_help=True, add_completion=False,
     pretty_exceptions_enable=False, rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Train Keras 3 models on many processes with Horovod's collectives.")
 
 app.command("fit")(fit_command)

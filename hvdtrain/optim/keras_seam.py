@@ -139,6 +139,11 @@ def build_order(optimizer: Optimizer, variables: list[Any]) -> list[int]:
     return sorted(range(len(variables)), key=index.__getitem__)
 
 
+def steps_done(optimizer: Optimizer) -> int:
+    """Training steps that an optimizer has seen, also those that only accumulated."""
+    return int(leaf_optimizers(optimizer)[0]._iterations.numpy())
+
+
 def shared_variables(optimizer: Optimizer) -> list[Any]:
     """The optimizer's variables that are equal on all ranks.
 

@@ -89,6 +89,19 @@ def seed_variables(variables: Iterable[Any]) -> list[Any]:
             if "seed_generator_state" in getattr(v, "path", "") and tuple(v.shape) == (2,)]
 
 
+def seeds_of(variables: Iterable[Any]) -> tuple[tuple[int, int], ...]:
+    """The seeds and counters of all seed generators among `variables`, as plain numbers."""
+    return tuple((int(a), int(b)) for a, b in map(_value, seed_variables(variables)))
+
+
+def restore_seeds(variables: Iterable[Any], seeds: Sequence[tuple[int, int]]) -> None:
+    """Set the seed generators among `variables`; nothing if their number is another one."""
+    found = seed_variables(variables)
+    if len(found) == len(seeds):
+        for variable, seed in zip(found, seeds, strict=True):
+            variable.assign(np.asarray(seed, _value(variable).dtype))
+
+
 def fold_rank_into_seeds(variables: Iterable[Any], rank: int) -> None:
     """Give each rank its own dropout masks. Call after `broadcast`; rank 0 keeps its seeds."""
     if rank == 0:

@@ -36,6 +36,9 @@ class RunState:
     """Factor that the learning rate was multiplied with."""
     version: str
     """The hvdtrain that wrote it."""
+    seeds: tuple[tuple[int, int], ...] = ()
+    """The chief's seed generators (dropout), in the order of `optim.state.seed_variables`;
+    Keras itself does not restore them."""
 
 
 def save_model(model: Any, path: Path, state: RunState | None = None) -> None:
@@ -141,7 +144,9 @@ def read_state(path: Path) -> RunState:
             bad = archive.testzip()
             if bad is not None:
                 raise CheckpointError(f"Checkpoint {path} is damaged (in {bad}).")
-            return RunState(**json.loads(archive.read(STATE_MEMBER)))
+            values = json.loads(archive.read(STATE_MEMBER))
+            values["seeds"] = tuple((int(a), int(b)) for a, b in values.get("seeds", ()))
+            return RunState(**values)
     except (zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError, OSError) as error:
         if isinstance(error, CheckpointError):
             raise

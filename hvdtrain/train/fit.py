@@ -191,9 +191,10 @@ def _resume(model: Any, session: Session, config: TrainConfig, store: Checkpoint
         return 0
     if session.world.is_chief:
         schedule.rescale(model.optimizer, plan.lr.scale / found.lr_scale)
+        state.restore_seeds(state.training_state(model), found.seeds)
         get_logger().info(
-            "Going on after epoch %d (step %d, written on %d ranks) of %d epochs.",
-            found.epoch, found.step, found.ranks, config.epochs)
+            "Going on after epoch %d of %d (step %d, written on %d rank%s).",
+            found.epoch, config.epochs, found.step, found.ranks, "s" if found.ranks > 1 else "")
     return found.epoch
 
 
@@ -210,7 +211,9 @@ def _train(model: Any, train: Source, validation: Source | None, session: Sessio
     if store is not None:
         writers = _writers(session, plan, store, first_epoch)
     dataset = training_dataset(train, plan.shards, first_epoch=first_epoch)
-    verbose = 0 if not session.world.is_chief else 1 if sys.stdout.isatty() else 2
+    # Open MPI gives the chief a terminal of its own even where the output goes to a file.
+    person = sys.stdout.isatty() and session.world.starter == "single"
+    verbose = 0 if not session.world.is_chief else 1 if person else 2
     history = model.fit(
         dataset, epochs=config.epochs, initial_epoch=first_epoch,
         steps_per_epoch=plan.shards.steps, shuffle=False, verbose=verbose,
@@ -231,8 +234,8 @@ def _writers(session: Session, plan: TrainPlan, store: CheckpointStore,
     if config.checkpoint_every_epochs:
         writers.append(CheckpointWriter(
             collective=session.collective, store=store, last_epoch=config.epochs,
-            every_epochs=config.checkpoint_every_epochs, steps_per_epoch=plan.shards.steps,
-            lr_scale=plan.lr.scale, version=hvdtrain.__version__))
+            every_epochs=config.checkpoint_every_epochs, lr_scale=plan.lr.scale,
+            version=hvdtrain.__version__))
     return writers
 
 

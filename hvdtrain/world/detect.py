@@ -58,18 +58,19 @@ def detect_world(environ: Environ, *, hostname: str | None = None) -> World:
 def _read_horovod(environ: Environ, host: str) -> World | None:
     """HOROVOD_RANK and its sisters: set by horovodrun over Gloo and by `hvdtrain launch`."""
     names = tuple(f"HOROVOD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    numbers = _complete(environ, names, "horovodrun", "horovodrun -np N hvdtrain fit ...")
+    numbers = _complete(environ, names, "horovodrun", "horovodrun --gloo -np N hvdtrain fit ...")
     if numbers is None:
         return None
     cross = _complete(environ, ("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"), "horovodrun",
-                      "horovodrun -np N hvdtrain fit ...")
+                      "horovodrun --gloo -np N hvdtrain fit ...")
     rank, size, local_rank, local_size = numbers
     address = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     if address is None and size != local_size:
         raise WorldError(
             f"HOROVOD_RANK is {rank} and HOROVOD_SIZE is {size}, but "
             "HOROVOD_GLOO_RENDEZVOUS_ADDR is not set, so the ranks on other hosts cannot be "
-            f"found. Start them with: horovodrun -np {size} -H HOST:SLOTS,... hvdtrain fit ...")
+            f"found. Start them with: horovodrun --gloo -np {size} -H HOST:SLOTS,... "
+            "hvdtrain fit ...")
     name = environ.get("HOROVOD_HOSTNAME", host)
     starter = "native" if environ.get(STARTER_VARIABLE) == "native" else "horovodrun"
     evidence = _evidence(environ, *names, "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE",

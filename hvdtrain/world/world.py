@@ -10,7 +10,7 @@ class World:
     """What a starter promised this process. Words as in Horovod and MPI.
 
     The promise is compared with what the collective finds after it is initialised
-    (`hvdtrain.runtime.start`): a rank that was promised to be one of N never trains alone.
+    (`hvdtrain.session`): a rank that was promised to be one of N never trains alone.
     """
 
     rank: int

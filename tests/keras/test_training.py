@@ -235,6 +235,32 @@ def flip(path):
     path.write_bytes(bytes(blob))
 
 
+def test_dropout_goes_on_from_the_seed_of_the_checkpoint(tmp_path):
+    def make(seed):
+        keras.utils.set_random_seed(seed)
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8),
+                                  keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+        model.compile(DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+        return model
+    config = TrainConfig(epochs=4, batch_per_rank=8, output=tmp_path / "a", tensorboard=False)
+    whole = make(1)
+    hvdtrain.fit(whole, data(), config=config)
+    cut = replace(config, output=tmp_path / "b", epochs=2)
+    hvdtrain.fit(make(1), data(), config=cut)
+    resumed = make(2)
+    hvdtrain.fit(resumed, data(), config=replace(cut, epochs=4, resume=True))
+    for a, b in zip(whole.weights, resumed.weights, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+def test_the_step_of_a_checkpoint_counts_what_was_trained(tmp_path):
+    config = TrainConfig(epochs=1, batch_per_rank=8, output=tmp_path, tensorboard=False)
+    hvdtrain.fit(compiled(), data(), config=config)
+    hvdtrain.fit(compiled(), data(), config=replace(
+        config, epochs=2, batch_per_rank=4, resume=True))
+    assert read_state(tmp_path / "checkpoints/epoch-00002.keras").step == 5 + 10
+
+
 @pytest.mark.parametrize("damage", [truncate, flip, lambda p: p.write_bytes(b"")],
                          ids=["truncated", "one byte", "empty"])
 def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(tmp_path, damage, caplog):

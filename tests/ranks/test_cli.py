@@ -107,6 +107,32 @@ def test_a_wrong_job_file_is_refused_before_tensorflow_is_loaded(job, change, me
     assert "tensorflow" not in done.stderr.lower()
 
 
+def test_the_launcher_tells_a_wrong_job_file_once_and_starts_nothing(job):
+    job.write_text(JOB + "epoch = 3\n")
+    done = run(HVDTRAIN, "launch", "-np", "4", "fit", job, timeout=20)
+    assert done.returncode == 2
+    assert done.stderr.count("unknown key 'epoch'") == 1
+    assert "[0]" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["fit", "nowhere.py"], "nowhere.py does not exist"),
+    (["fitt", "x.toml"], "'fitt' is not a command of the ranks. Expected one of: fit, world"),
+])
+def test_the_launcher_refuses_what_no_rank_could_do(words, message):
+    done = run(HVDTRAIN, "launch", "-np", "2", *words, timeout=20)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize("target", [".toml", "..", "no.such.module", "", "a b"])
+def test_what_is_no_job_is_refused_without_a_traceback(target, tmp_path):
+    done = run(HVDTRAIN, "fit", target, timeout=20, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Give a .toml file" in done.stderr or "neither a file nor a module" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 BAD = {
     "unknown model": (JOB.replace("digits_mlp", "digits_mlpp"),
                       "Unknown model 'digits_mlpp'. Known: autoencoder, digits_cnn"),

@@ -34,6 +34,10 @@ def test_strings_become_paths_and_whole_numbers_pass_as_numbers():
     assert config.warmup_epochs == 1
 
 
+def test_a_path_may_be_given_as_a_string():
+    assert TrainConfig(output="runs/a").output == Path("runs/a")
+
+
 def test_replace_keeps_what_was_not_given():
     config = replace(TrainConfig(epochs=3), epochs=None, seed=5)
     assert (config.epochs, config.seed) == (3, 5)

@@ -133,7 +133,7 @@ class Coordinator(keras.callbacks.Callback):
         if everyone[:, 1].any():
             raise StoppedError(
                 f"Stopped on request (signal) after step {self._steps_seen} of this run, on all "
-                "ranks alike. The last checkpoint is whole; go on with --resume.")
+                "ranks alike. Checkpoints that were written are whole; go on with --resume.")
 
     def _exchange(self, values: list[float]) -> np.ndarray[Any, Any]:
         if self._collective.size == 1:
@@ -145,15 +145,15 @@ class Coordinator(keras.callbacks.Callback):
         named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         raise TrainingError(
             f"The loss is not finite (NaN or infinity) since step {step}, first on {named}. "
-            "Training was stopped before anything was saved, so the last checkpoint is from "
-            "before. Look at that rank's data, lower the learning rate, or add clipping "
+            "Training was stopped before anything was saved: checkpoints that were written are "
+            "from before. Look at that rank's data, lower the learning rate, or add clipping "
             "(global_clipnorm=1.0).")
 
     def _refuse_nan_metrics(self, epoch: int, figures: dict[str, Any]) -> None:
         if self._stop_on_nan and not np.isfinite(figures.get("loss", 0.0)):
             raise TrainingError(
                 f"The loss of epoch {epoch + 1} is not finite ({figures['loss']}). Training was "
-                "stopped before anything was saved, so the last checkpoint is from before.")
+                "stopped before anything was saved: checkpoints that were written are from before.")
 
     def _compare_weights(self, when: str) -> None:
         shared = keras_seam.shared_variables(self.model.optimizer)

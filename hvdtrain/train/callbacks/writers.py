@@ -15,6 +15,8 @@ import keras
 
 from hvdtrain.collectives.base import Collective
 from hvdtrain.errors import CheckpointError
+from hvdtrain.optim.keras_seam import steps_done
+from hvdtrain.optim.state import seeds_of, training_state
 from hvdtrain.train.checkpoint import CheckpointStore, RunState
 from hvdtrain.train.chief import on_chief
 
@@ -27,18 +29,17 @@ class CheckpointWriter(keras.callbacks.Callback):
         store: Where checkpoints go.
         every_epochs: Integer, at least 1.
         last_epoch: Integer, the number of epochs of the run.
-        steps_per_epoch: Integer.
-        template: `RunState` with the facts that do not change.
+        lr_scale: Float, the factor on the learning rate.
+        version: String, this hvdtrain.
     """
 
     def __init__(self, *, collective: Collective, store: CheckpointStore, every_epochs: int,
-                 last_epoch: int, steps_per_epoch: int, lr_scale: float, version: str) -> None:
+                 last_epoch: int, lr_scale: float, version: str) -> None:
         super().__init__()
         self._collective = collective
         self._store = store
         self._every = every_epochs
         self._last = last_epoch
-        self._steps = steps_per_epoch
         self._lr_scale = lr_scale
         self._version = version
 
@@ -48,8 +49,10 @@ class CheckpointWriter(keras.callbacks.Callback):
         done = epoch + 1
         if done % self._every and done != self._last and not self.model.stop_training:
             return
-        run_state = RunState(epoch=done, step=done * self._steps, ranks=self._collective.size,
-                             lr_scale=self._lr_scale, version=self._version)
+        run_state = RunState(
+            epoch=done, step=steps_done(self.model.optimizer), ranks=self._collective.size,
+            lr_scale=self._lr_scale, version=self._version,
+            seeds=seeds_of(training_state(self.model)))
         on_chief(self._collective, lambda: str(self._store.save(self.model, run_state)))
 
 
