@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_facts import facts
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.execute import launch
 from hvdtrain.launch.facts import Mpirun
 from hvdtrain.launch.options import LaunchOptions
 from hvdtrain.launch.plan import LaunchPlan, make_plan
+from tests.launch_facts import facts
 
 
 def planned(tmp_path: Path, body: str, **options: Any) -> LaunchPlan:

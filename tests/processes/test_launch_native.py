@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_facts import facts
 
 from hvdtrain.launch.execute import launch
 from hvdtrain.launch.options import LaunchOptions
 from hvdtrain.launch.plan import make_plan
+from tests.launch_facts import facts
 
 LIMIT_S = 5.0  # on a loaded machine; the ranks would run for a minute
 PYTHON = (sys.executable, "-I", "-S", "-c")
@@ -181,7 +181,7 @@ def test_variables_of_an_outer_launcher_do_not_reach_the_ranks(
 PROGRAM = """
 import sys
 sys.path[:0] = {path!r}
-from launch_facts import facts
+from tests.launch_facts import facts
 from hvdtrain.launch.execute import launch
 from hvdtrain.launch.options import LaunchOptions
 from hvdtrain.launch.plan import make_plan
@@ -192,7 +192,7 @@ sys.exit(launch(make_plan(options, {{}}, facts())))
 
 def start_launcher(command: tuple[str, ...], grace: float = 1.0) -> subprocess.Popen[str]:
     """A launcher as a process of its own, whose ranks have said that they are up."""
-    program = PROGRAM.format(path=[str(Path(__file__).parents[3]), str(Path(__file__).parent)],
+    program = PROGRAM.format(path=[str(Path(__file__).parents[2])],
                              grace=grace)
     launcher = subprocess.Popen([sys.executable, "-c", program, *command], text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_facts import MPICH, OPENMPI_4, facts
 
 from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.launch.options import LaunchOptions
 from hvdtrain.launch.plan import LaunchPlan, make_plan
 from hvdtrain.launch.render import render
+from tests.launch_facts import MPICH, OPENMPI_4, facts
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "launch"
 FIT = ("/opt/venv/bin/python", "-m", "hvdtrain", "fit", "job.toml", "--epochs", "3")
