@@ -139,6 +139,12 @@ def build_order(optimizer: Optimizer, variables: list[Any]) -> list[int]:
     return sorted(range(len(variables)), key=index.__getitem__)
 
 
+def rate_variable(leaf: Optimizer) -> Any | None:
+    """The variable of a learning rate that is a number; None where it is a schedule."""
+    rate = leaf._learning_rate
+    return rate if hasattr(rate, "assign") else None
+
+
 def steps_done(optimizer: Optimizer) -> int:
     """Training steps that an optimizer has seen, also those that only accumulated."""
     return int(leaf_optimizers(optimizer)[0]._iterations.numpy())

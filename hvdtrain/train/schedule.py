@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from hvdtrain.config import LrScaling
@@ -62,9 +61,8 @@ def base_rate(optimizer: Any) -> str:
     """The learning rate of the user's optimizer in words, before scaling."""
     rates = []
     for leaf in keras_seam.leaf_optimizers(optimizer):
-        rate = leaf._learning_rate
-        rates.append(f"{float(rate.numpy()):g}"
-                     if isinstance(rate, keras.Variable)
+        number, rate = keras_seam.rate_variable(leaf), leaf._learning_rate
+        rates.append(f"{float(number.numpy()):g}" if number is not None
                      else getattr(rate, "name", None) or type(rate).__name__)
     return ", ".join(rates)
 
@@ -72,20 +70,21 @@ def base_rate(optimizer: Any) -> str:
 def install(optimizer: Any, plan: LrPlan) -> None:
     """Scale the learning rate of a distributed optimizer. Every rank; before training."""
     for leaf in keras_seam.leaf_optimizers(optimizer):
-        rate = leaf._learning_rate
-        is_number = isinstance(rate, keras.Variable)
-        if is_number:
-            rate.assign(rate * plan.scale)
+        number = keras_seam.rate_variable(leaf)
+        if number is not None:
+            number.assign(number * plan.scale)
         state = state_of(leaf)
         if state is not None:
-            state.learning_rate_multiplier = _multiplier(plan, 1.0 if is_number else plan.scale)
+            state.learning_rate_multiplier = _multiplier(
+                plan, plan.scale if number is None else 1.0)
 
 
 def rescale(optimizer: Any, ratio: float) -> None:
     """Multiply rates that are numbers: a checkpoint of another number of ranks was loaded."""
     for leaf in keras_seam.leaf_optimizers(optimizer):
-        if isinstance(leaf._learning_rate, keras.Variable):
-            leaf._learning_rate.assign(leaf._learning_rate * ratio)
+        number = keras_seam.rate_variable(leaf)
+        if number is not None:
+            number.assign(number * ratio)
 
 
 def effective_rate(optimizer: Any, plan: LrPlan) -> float:
@@ -93,7 +92,7 @@ def effective_rate(optimizer: Any, plan: LrPlan) -> float:
     leaf = keras_seam.leaf_optimizers(optimizer)[0]
     step = int(leaf._iterations.numpy())
     rate = float(tf.convert_to_tensor(leaf.learning_rate).numpy())
-    full = 1.0 if isinstance(leaf._learning_rate, keras.Variable) else plan.scale
+    full = plan.scale if keras_seam.rate_variable(leaf) is None else 1.0
     return rate * full * plan.ramp(step)
 
 

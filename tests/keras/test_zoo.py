@@ -46,7 +46,7 @@ def test_text_is_real_and_targets_are_the_next_characters():
     np.testing.assert_array_equal(x[:, 1:], y[:, :-1])
     assert x.min() >= 0
     assert x.max() <= 95
-    assert "the" in "".join(chr(c + 32) for c in x.ravel())
+    assert "Breast cancer Wisconsin" in "".join(chr(c + 32) for c in x.ravel())
 
 
 def test_a_text_that_is_too_short_is_refused(tmp_path):
