@@ -170,9 +170,10 @@ def _hook_scaled_apply(optimizer: Any, reducer: GradientReducer) -> None:
             if not optimizer.built:
                 optimizer.build(list(trainable_variables))
                 optimizer.built = True
-            variables = list(trainable_variables or optimizer._trainable_variables)
-            order = keras_seam.build_order(optimizer, variables)
-            indices = [optimizer._get_variable_index(variables[j]) for j in order]
+            inner = optimizer.inner_optimizer  # Keras 3.5's own wrapper does not know the order
+            variables = list(trainable_variables or inner._trainable_variables)
+            order = keras_seam.build_order(inner, variables)
+            indices = [inner._get_variable_index(variables[j]) for j in order]
             reduced = reducer([grads[j] for j in order], indices)
             return original(reduced, [variables[j] for j in order])
         return apply
