@@ -84,6 +84,8 @@ class RankLauncher:
             nodeid=item.nodeid, location=item.location, keywords=dict(item.keywords),
             outcome=outcome, longrepr=text or None, when="call", duration=seconds))
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        # What pytest itself does after a test: fixtures that the next one does not need end here.
+        item.session._setupstate.teardown_exact(nextitem)
         return True
 
     @staticmethod
