@@ -33,7 +33,7 @@ from hvdtrain.optim import keras_seam, state
 from hvdtrain.optim.distributed import DistributedOptimizer, is_distributed
 from hvdtrain.session import Session, init
 from hvdtrain.train import schedule
-from hvdtrain.train.callbacks.coordinator import Coordinator
+from hvdtrain.train.callbacks.coordinator import Coordinator, StopAgreement
 from hvdtrain.train.callbacks.writers import CheckpointWriter, MetricsWriter, TensorBoardWriter
 from hvdtrain.train.checkpoint import CheckpointStore, save_model
 from hvdtrain.train.chief import on_chief
@@ -90,6 +90,7 @@ def fit(model: Any, train: Source | Any, *, validation: Source | Any | None = No
         batch_per_rank=config.batch_per_rank, seed=config.seed, shuffle=config.shuffle,
         remainder=config.remainder)
     _build(model, train)
+    _fit_steps_per_execution(model, session, shards.steps)
     plan = _make_plan(model, session, config, shards, validation, job)
     if session.world.is_chief:
         print(f"hvdtrain plan\n{plan.render()}", flush=True)  # noqa: T201 - promised output
@@ -141,6 +142,19 @@ def _build(model: Any, train: Source) -> None:
         model(tf.nest.map_structure(tf.convert_to_tensor, inputs))
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
+
+
+def _fit_steps_per_execution(model: Any, session: Session, steps: int) -> None:
+    """Keras runs whole executions: with 2 of them per 3 steps it would take a fourth step."""
+    asked = model.steps_per_execution
+    fitting = next(n for n in range(min(asked, steps), 0, -1) if steps % n == 0)
+    if fitting == asked:
+        return
+    model.steps_per_execution = fitting
+    if session.world.is_chief:
+        get_logger().warning(
+            "steps_per_execution is %d instead of %d: an epoch has %d steps, which is no "
+            "multiple of it. The result is the same.", fitting, asked, steps)
 
 
 def _make_plan(model: Any, session: Session, config: TrainConfig, shards: ShardPlan,
@@ -217,7 +231,7 @@ def _train(model: Any, train: Source, validation: Source | None, session: Sessio
     history = model.fit(
         dataset, epochs=config.epochs, initial_epoch=first_epoch,
         steps_per_epoch=plan.shards.steps, shuffle=False, verbose=verbose,
-        callbacks=[coordinator, *callbacks, *writers])
+        callbacks=[coordinator, *callbacks, StopAgreement(collective), *writers])
     return dict(history.history)
 
 

@@ -346,5 +346,15 @@ def test_steps_per_execution_counts_every_step():
     assert int(model.optimizer.iterations.numpy()) == 12
 
 
+def test_steps_per_execution_that_do_not_divide_the_epoch_take_no_step_too_many():
+    models = [compiled(keras.optimizers.SGD(0.01)) for _ in range(2)]
+    for model, per_execution in zip(models, (1, 4), strict=True):
+        model.compile(model.optimizer, "mse", steps_per_execution=per_execution)
+        hvdtrain.fit(model, data(60), config=TrainConfig(batch_per_rank=10, epochs=2))
+        assert int(model.optimizer.iterations.numpy()) == 12
+    for a, b in zip(models[0].weights, models[1].weights, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6)
+
+
 def test_threads_are_those_of_the_plan(one_rank):
     assert tf.config.threading.get_intra_op_parallelism_threads() == one_rank.devices.threads

@@ -317,6 +317,23 @@ def test_a_loss_that_is_not_finite_names_step_and_rank(rank_session, keras, tmp_
 
 
 @TWO
+def test_a_callback_that_stops_one_rank_at_the_end_of_an_epoch_stops_all(rank_session, keras):
+    import hvdtrain
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if rank_session.world.rank == 1 and epoch == 1:
+                self.model.stop_training = True
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    result = fit_quietly(model, (np.ones((8, 2), "f4"), np.ones((8, 1), "f4")),
+                         callbacks=[Stop()],
+                         config=hvdtrain.TrainConfig(batch_per_rank=2, epochs=5))
+    assert len(result.history["loss"]) == 2
+    assert_same_everywhere(rank_session, model.trainable_variables)
+
+
+@TWO
 def test_settings_that_differ_between_ranks_are_named(rank_session, keras):
     import hvdtrain
     from hvdtrain.errors import ConfigError

@@ -158,3 +158,20 @@ class Coordinator(keras.callbacks.Callback):
     def _compare_weights(self, when: str) -> None:
         shared = keras_seam.shared_variables(self.model.optimizer)
         state.check_equal(self._collective, [*self.model.trainable_variables, *shared], when=when)
+
+
+class StopAgreement(keras.callbacks.Callback):
+    """Ends training on all ranks where a callback asked for it on one. After the user's own.
+
+    A rank that left alone at the end of an epoch would keep the others waiting for ever.
+    """
+
+    def __init__(self, collective: Collective) -> None:
+        super().__init__()
+        self._collective = collective
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Agree. All ranks."""
+        del epoch, logs
+        asked = self._collective.gather_objects(bool(self.model.stop_training))
+        self.model.stop_training = any(asked)
