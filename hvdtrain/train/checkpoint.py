@@ -99,11 +99,6 @@ class CheckpointStore:
             old.unlink(missing_ok=True)
         return path
 
-    def clear(self) -> None:
-        """Remove all checkpoints. The chief only."""
-        for path in self.paths():
-            path.unlink()
-
     def load_newest(self, model: Any) -> RunState | None:
         """Load the newest checkpoint that can be read into a built, compiled model.
 

@@ -13,7 +13,6 @@ Who owns what:
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -84,7 +83,7 @@ def fit(model: Any, train: Source | Any, *, validation: Source | Any | None = No
     config = config or TrainConfig()
     train, validation = _as_source(train, "train"), _as_source(validation, "validation")
     _prepare_optimizer(model, session)
-    compare_settings(session.collective, config, len(train), model.optimizer)
+    compare_settings(session.collective, config, train, model.optimizer)
     shards = ShardPlan(
         samples=len(train), rank=session.world.rank, size=session.world.size,
         batch_per_rank=config.batch_per_rank, seed=config.seed, shuffle=config.shuffle,
@@ -178,14 +177,17 @@ def _open_output(session: Session, config: TrainConfig) -> CheckpointStore | Non
     store = CheckpointStore(output / "checkpoints", keep=config.keep_checkpoints)
 
     def prepare() -> None:
+        if output.exists() and not output.is_dir():
+            raise CheckpointError(f"The output {output} is a file; a folder is needed. Give "
+                                  "another name with --output.")
+        written = [*store.paths(), *(p for n in ("model.keras", "metrics.jsonl")
+                                     if (p := output / n).exists())]
         if config.overwrite:
-            store.clear()
-            for name in ("metrics.jsonl", "model.keras"):
-                (output / name).unlink(missing_ok=True)
-            shutil.rmtree(output / "tensorboard", ignore_errors=True)
-        elif not config.resume and store.paths():
+            for path in [*written, *(output / "tensorboard").glob("events.out.tfevents.*")]:
+                path.unlink(missing_ok=True)
+        elif not config.resume and written:
             raise CheckpointError(
-                f"{output} holds checkpoints of a former run (newest: {store.paths()[-1].name}). "
+                f"{output} holds files of a former run ({written[-1].name}). "
                 "Go on with it (--resume), delete them (--overwrite), or give another folder "
                 "(--output).")
     on_chief(session.collective, prepare)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shard import ShardPlan
+from hvdtrain.data.source import Source
 from hvdtrain.errors import ConfigError
 from hvdtrain.optim.distributed import state_of
 from hvdtrain.optim.keras_seam import leaf_optimizers
@@ -72,7 +77,7 @@ def _group(ranks: tuple[str, ...]) -> str:
     return "; ".join(f"{a if a == b else f'{a}-{b}'} on {text}" for a, b, text in groups)
 
 
-def compare_settings(collective: Collective, config: TrainConfig, samples: int,
+def compare_settings(collective: Collective, config: TrainConfig, train: Source,
                      optimizer: Any) -> None:
     """Refuse to train where ranks were given different settings or data. All ranks.
 
@@ -81,7 +86,8 @@ def compare_settings(collective: Collective, config: TrainConfig, samples: int,
     """
     mine: dict[str, Any] = {f.name: str(getattr(config, f.name))
                             for f in dataclasses.fields(config)}
-    mine["number of training samples"] = samples
+    mine["number of training samples"] = len(train)
+    mine["checksum of three training samples"] = _sample_checksum(train)
     # A rank that made one distributed optimizer more would wait for the others for ever.
     mine["order of distributed optimizers"] = ", ".join(
         hooked.name for leaf in [optimizer, *leaf_optimizers(optimizer)]
@@ -94,6 +100,16 @@ def compare_settings(collective: Collective, config: TrainConfig, samples: int,
                     f"The ranks were given different settings: {name} is {value} on rank 0 and "
                     f"{theirs[name]} on rank {rank}. Give every rank the same command line, job "
                     "file and data.")
+
+
+def _sample_checksum(train: Source) -> int:
+    """Of the first, the middle and the last sample: finds ranks with other data or order."""
+    rows = np.asarray([0, len(train) // 2, len(train) - 1])
+    checksum = 0
+    for array in tf.nest.flatten(train.read(rows)):
+        if array.dtype.kind not in "OUS":
+            checksum = zlib.crc32(np.ascontiguousarray(array).tobytes(), checksum)
+    return checksum
 
 
 def rank_texts(session: Session) -> tuple[str, ...]:

@@ -210,9 +210,26 @@ def test_a_resumed_run_ends_like_one_that_was_not_cut(tmp_path):
 def test_a_former_run_is_not_written_over(tmp_path):
     config = TrainConfig(output=tmp_path, tensorboard=False)
     hvdtrain.fit(compiled(), data(), config=config)
-    with pytest.raises(CheckpointError, match=r"holds checkpoints of a former run.*--resume"):
+    with pytest.raises(CheckpointError, match=r"holds files of a former run.*--resume"):
         hvdtrain.fit(compiled(), data(), config=config)
     hvdtrain.fit(compiled(), data(), config=replace(config, overwrite=True))
+
+
+def test_a_strangers_file_is_neither_replaced_nor_deleted(tmp_path):
+    (tmp_path / "model.keras").write_text("mine")
+    config = TrainConfig(output=tmp_path, checkpoint_every_epochs=0)
+    with pytest.raises(CheckpointError, match=r"holds files of a former run \(model.keras\)"):
+        hvdtrain.fit(compiled(), data(), config=config)
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard/mine.txt").write_text("mine")
+    hvdtrain.fit(compiled(), data(), config=replace(config, overwrite=True))
+    assert (tmp_path / "tensorboard/mine.txt").read_text() == "mine"
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "f").touch()
+    with pytest.raises(CheckpointError, match="is a file; a folder is needed"):
+        hvdtrain.fit(compiled(), data(), config=TrainConfig(output=tmp_path / "f"))
 
 
 def saved_store(folder, epochs=(1, 2)):

@@ -345,6 +345,17 @@ def test_settings_that_differ_between_ranks_are_named(rank_session, keras):
 
 
 @TWO
+def test_ranks_with_other_data_of_the_same_length_are_named(rank_session, keras):
+    import hvdtrain
+    from hvdtrain.errors import ConfigError
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    x = np.full((8, 2), 1.0 + rank_session.world.rank, "f4")
+    with pytest.raises(ConfigError, match="checksum of three training samples is"):
+        fit_quietly(model, (x, x[:, :1]))
+
+
+@TWO
 def test_a_rank_that_made_one_optimizer_more_is_named(rank_session, keras):
     import hvdtrain
     from hvdtrain.errors import ConfigError
