@@ -107,15 +107,17 @@ class Coordinator(keras.callbacks.Callback):
         """Replace this rank's figures by those of all ranks."""
         figures = {} if logs is None else logs
         self._agree()
-        figures.update(merged_results(self._collective, self.model))
+        merged = merged_results(self._collective, self.model)
+        # A custom train_step may report figures of its own; none is added to those.
+        figures.update({k: v for k, v in merged.items() if k in figures or not figures})
         self._refuse_nan_metrics(epoch, figures)
         if self._check_weights:
             self._compare_weights(f"after epoch {epoch + 1}")
         figures["learning_rate"] = effective_rate(self.model.optimizer, self._lr_plan)
         if self._evaluate is not None:
             self._evaluate()
-            merged = merged_results(self._collective, self.model)
-            figures.update({f"val_{name}": value for name, value in merged.items()})
+            validated = merged_results(self._collective, self.model)
+            figures.update({f"val_{name}": value for name, value in validated.items()})
 
     def _agree(self) -> None:
         """Exchange what each rank knows; all ranks act on it alike."""
