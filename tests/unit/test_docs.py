@@ -139,7 +139,7 @@ def test_each_example_is_listed():
 
 
 def registry_hosts():
-    """Hosts of the package indexes that this machine is set up for, but for the public one."""
+    """Hosts of the package indexes that this machine is set up for."""
     settings = [os.environ.get(name, "") for name in (
         "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "UV_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX")]
     for file in (Path("/etc/pip.conf"), Path.home() / ".config/pip/pip.conf",
@@ -150,7 +150,7 @@ def registry_hosts():
         settings += [value for section in parser.sections()
                      for key, value in parser.items(section) if key.endswith("index-url")]
     hosts = {urlsplit(url).hostname for setting in settings for url in setting.split()}
-    return {host for host in hosts if host} - {"pypi.org"}
+    return {host for host in hosts if host}
 
 
 def test_no_file_names_this_machine():
