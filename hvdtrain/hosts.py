@@ -36,6 +36,15 @@ class Slot:
     cross_size: int
 
 
+def rank_variables(slot: Slot, size: int) -> dict[str, str]:
+    """The variables that tell a rank its place, named as Horovod names them."""
+    return {"HOROVOD_RANK": str(slot.rank), "HOROVOD_SIZE": str(size),
+            "HOROVOD_LOCAL_RANK": str(slot.local_rank),
+            "HOROVOD_LOCAL_SIZE": str(slot.local_size),
+            "HOROVOD_CROSS_RANK": str(slot.cross_rank),
+            "HOROVOD_CROSS_SIZE": str(slot.cross_size), "HOROVOD_HOSTNAME": slot.host}
+
+
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """Read the value of `-H`: `a:4,b:4`; a bare name has one slot.
 

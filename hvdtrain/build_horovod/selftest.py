@@ -10,10 +10,11 @@ from pathlib import Path
 
 from hvdtrain.build_horovod.probe import Target
 from hvdtrain.build_horovod.process import Finished, clean_environment, run
-from hvdtrain.build_horovod.rendezvous import gloo_environment, rendezvous_server
 from hvdtrain.build_horovod.toolchain import Mpi
 from hvdtrain.errors import BuildError
+from hvdtrain.hosts import Host, assign_ranks, rank_variables
 from hvdtrain.log import get_logger
+from hvdtrain.world.rendezvous import gloo_variables, listen, serve
 
 RANK_PROGRAM = Path(__file__).with_name("selftest_rank.py")
 TIMEOUT_S = 300.0
@@ -61,18 +62,28 @@ def run_gloo_ranks(command: list[str], *, env: Mapping[str, str],
 
     A rank that is not done after `timeout_s` is killed and gets code 124.
     """
-    with rendezvous_server() as port, tempfile.TemporaryDirectory() as folder:
-        outs = [Path(folder) / f"rank{rank}" for rank in range(size)]
-        ranks = []
-        for rank, out in enumerate(outs):
-            with out.with_suffix(".out").open("w") as to, out.with_suffix(".err").open("w") as err:
-                ranks.append(subprocess.Popen(
-                    command, env={**env, **gloo_environment(rank, size, port)}, stdout=to,
-                    stderr=err, stdin=subprocess.DEVNULL))
-        codes = _wait_all(ranks, timeout_s)
-        return [Finished(code=code, out=out.with_suffix(".out").read_text(errors="replace"),
-                         err=out.with_suffix(".err").read_text(errors="replace"))
-                for code, out in zip(codes, outs, strict=True)]
+    server = serve(listen("127.0.0.1"), hosts=["localhost"], slots=[size])
+    shared = {**env, **gloo_variables(address="127.0.0.1", port=server.port, interface="lo")}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return _run_ranks(command, shared, Path(folder), timeout_s, size)
+    finally:
+        server.close()
+
+
+def _run_ranks(command: list[str], env: Mapping[str, str], folder: Path, timeout_s: float,
+               size: int) -> list[Finished]:
+    outs = [folder / f"rank{rank}" for rank in range(size)]
+    ranks = []
+    for slot, out in zip(assign_ranks((Host("localhost", size),), size), outs, strict=True):
+        with out.with_suffix(".out").open("w") as to, out.with_suffix(".err").open("w") as err:
+            ranks.append(subprocess.Popen(
+                command, env={**env, **rank_variables(slot, size)}, stdout=to, stderr=err,
+                stdin=subprocess.DEVNULL))
+    codes = _wait_all(ranks, timeout_s)
+    return [Finished(code=code, out=out.with_suffix(".out").read_text(errors="replace"),
+                     err=out.with_suffix(".err").read_text(errors="replace"))
+            for code, out in zip(codes, outs, strict=True)]
 
 
 def _wait_all(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> list[int]:

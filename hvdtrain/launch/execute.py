@@ -18,7 +18,7 @@ from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.signals import SignalInbox
 from hvdtrain.world.detect import STARTER_VARIABLE
 from hvdtrain.world.failure import REPORT_VARIABLE
-from hvdtrain.world.rendezvous import listen, serve
+from hvdtrain.world.rendezvous import gloo_variables, listen, serve
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.05
@@ -48,11 +48,9 @@ def _launch_native(plan: LaunchPlan, env: Mapping[str, str]) -> int:
     slots = {slot.host: slot.local_size for slot in plan.slots}
     server = serve(listen("127.0.0.1"), hosts=list(slots), slots=list(slots.values()))
     # All ranks are on this host, so everything goes through the loopback interface.
-    shared = {"NCCL_SOCKET_IFNAME": "lo"} | dict(env) | {
-        "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": "lo",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.port),
-        STARTER_VARIABLE: "native", REPORT_VARIABLE: "1"}
+    shared = ({"NCCL_SOCKET_IFNAME": "lo"} | dict(env)
+              | gloo_variables(address="127.0.0.1", port=server.port, interface="lo")
+              | {STARTER_VARIABLE: "native", REPORT_VARIABLE: "1"})
     try:
         console = Console(plan.np, out=sys.stdout, err=sys.stderr, directory=plan.output,
                           verbose=plan.verbose)

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.hosts import Slot
+from hvdtrain.hosts import rank_variables
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import RankEnd, describe, first_failure, signal_name
 from hvdtrain.launch.plan import LaunchPlan
@@ -234,12 +234,3 @@ class NativeJob:
         if everyone and not any(end.failed for end in self._ends.values()):
             return 0
         return chosen[0] if chosen else 128 + self._signal
-
-
-def rank_variables(slot: Slot, size: int) -> dict[str, str]:
-    """The variables that tell a rank its place, named as Horovod names them."""
-    return {"HOROVOD_RANK": str(slot.rank), "HOROVOD_SIZE": str(size),
-            "HOROVOD_LOCAL_RANK": str(slot.local_rank),
-            "HOROVOD_LOCAL_SIZE": str(slot.local_size),
-            "HOROVOD_CROSS_RANK": str(slot.cross_rank),
-            "HOROVOD_CROSS_SIZE": str(slot.cross_size), "HOROVOD_HOSTNAME": slot.host}

@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvdtrain.errors import WorldError
+from hvdtrain.hosts import Slot, rank_variables
 from hvdtrain.runtime.network import Route, route_to
-from hvdtrain.world.rendezvous import RendezvousServer, listen, serve
+from hvdtrain.world.rendezvous import RendezvousServer, gloo_variables, listen, serve
 from hvdtrain.world.rendezvous_server import TOKEN_PATH
 from hvdtrain.world.world import World
 
@@ -160,11 +161,7 @@ def _ask(address: str, port: int) -> bytes | None:
 def _variables(world: World, interface: str, address: str, port: int) -> dict[str, str]:
     cross_rank = 0 if world.cross_rank is None else world.cross_rank
     cross_size = 1 if world.cross_size is None else world.cross_size
-    return {
-        "HOROVOD_RANK": str(world.rank), "HOROVOD_SIZE": str(world.size),
-        "HOROVOD_LOCAL_RANK": str(world.local_rank), "HOROVOD_LOCAL_SIZE": str(world.local_size),
-        "HOROVOD_CROSS_RANK": str(cross_rank), "HOROVOD_CROSS_SIZE": str(cross_size),
-        "HOROVOD_HOSTNAME": world.host, "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": interface,
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-    }
+    slot = Slot(rank=world.rank, host=world.host, local_rank=world.local_rank,
+                local_size=world.local_size, cross_rank=cross_rank, cross_size=cross_size)
+    return rank_variables(slot, world.size) | gloo_variables(
+        address=address, port=port, interface=interface)

@@ -75,3 +75,11 @@ def scope_sizes(hosts: Sequence[str], slots: Sequence[int]) -> dict[str, int]:
     sizes |= {f"cross_{local}": sum(count > local for count in slots)
               for local in range(max(slots))}
     return sizes
+
+
+def gloo_variables(*, address: str, port: int, interface: str) -> dict[str, str]:
+    """The variables by which Horovod uses Gloo through the rendezvous at `address`."""
+    return {
+        "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_IFACE": interface, "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)}
