@@ -1,0 +1,91 @@
+"""Command lines that run a program on another host: ssh, or kubectl where there is no sshd.
+
+What the user typed reaches the other host's shell quoted; secrets never stand on a command line
+(`native.py` sends them through standard input).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.errors import ConfigError, LaunchError
+
+CONNECT_TIMEOUT_S = 10
+_ALIVE_INTERVAL_S, _ALIVE_COUNT = 3, 3
+"""A host whose cable is cut is lost after 9 to 12 s; TCP alone would take hours."""
+_KUBEXEC = re.compile(r"(?P<kubectl>\S*kubectl)\s+exec\s+\$\{?POD_NAME\}?"
+                      r"(?:\s+(?:--container|-c)[\s=](?P<container>\S+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteOptions:
+    """How other hosts are reached; what is not given here comes from the user's ssh_config."""
+
+    port: int | None = None
+    identity_file: Path | None = None
+    kubectl: tuple[str, ...] | None = None
+    """`kubectl` and the options of `kubectl exec`, in place of ssh."""
+
+    def __post_init__(self) -> None:
+        """Check the port.
+
+        Raises:
+            ConfigError: It is out of range.
+        """
+        if self.port is not None and not 0 < self.port < 65536:
+            raise ConfigError(f"--ssh-port is {self.port}. Expected 1 to 65535.")
+
+
+def remote_command(host: str, argv: Sequence[str], options: RemoteOptions) -> list[str]:
+    """The command line that runs `argv` on `host`, with its standard streams here.
+
+    Args:
+        host: String, a name that ssh knows.
+        argv: The program there with its arguments; they arrive as they are.
+        options: Port and identity.
+    """
+    if options.kubectl is not None:
+        program, *exec_options = options.kubectl
+        return [program, "exec", "-i", host, *exec_options, "--", *argv]
+    return ["ssh", *ssh_options(options), host, shlex.join(argv)]
+
+
+def ssh_options(options: RemoteOptions) -> list[str]:
+    """The options of ssh: no questions, a bounded wait, a lost host is noticed."""
+    line = ["-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new",
+            "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}",
+            "-o", f"ServerAliveInterval={_ALIVE_INTERVAL_S}",
+            "-o", f"ServerAliveCountMax={_ALIVE_COUNT}"]
+    if options.port is not None:
+        line += ["-p", str(options.port)]
+    if options.identity_file is not None:
+        line += ["-i", str(options.identity_file)]
+    return line
+
+
+def kubectl_of(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    """How early MPI operators reach the pods, from their kubexec.sh; None where there is none.
+
+    Their script gives the program in the pod no standard input, so it is read, not run.
+
+    Raises:
+        LaunchError: The script cannot be read or is of an unknown kind.
+    """
+    agent = environ.get("OMPI_MCA_plm_rsh_agent", "")
+    if not agent.endswith("kubexec.sh"):
+        return None
+    try:
+        text = Path(agent).read_text(encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"OMPI_MCA_plm_rsh_agent names {agent}, which cannot be read: {error}. "
+                          "Expected the script that the MPI operator mounts.") from error
+    found = _KUBEXEC.search(text)
+    if found is None:
+        raise LaunchError(f"{agent} holds no line `kubectl exec ${{POD_NAME}} ...`. Expected the "
+                          "script of the MPI operator; unset OMPI_MCA_plm_rsh_agent to use ssh.")
+    options = ("--container", found["container"]) if found["container"] else ()
+    return (found["kubectl"], *options)
