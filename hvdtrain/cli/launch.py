@@ -1,4 +1,4 @@
-"""`hvdtrain launch`: starts the ranks of a job on this host.
+"""`hvdtrain launch`: starts the ranks of a job, on this host or on several.
 
 Registered with `app.command("launch", cls=LaunchCommand, context_settings=LAUNCH_SETTINGS)`.
 """
@@ -14,7 +14,8 @@ import typer
 from typer.core import TyperCommand
 
 from hvdtrain.errors import ConfigError, LaunchError
-from hvdtrain.launch.options import COLLECTIVES, STARTERS, LaunchOptions
+from hvdtrain.launch.options import COLLECTIVES, STARTERS, ElasticOptions, LaunchOptions
+from hvdtrain.launch.remote_shell import RemoteOptions
 
 # The first word that is no option begins the command; its own options are left alone.
 LAUNCH_SETTINGS = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
@@ -40,9 +41,20 @@ def launch_command(
     np: Annotated[int | None, typer.Option(
         "-np", "--np", help="Number of ranks.", show_default="all slots of -H")] = None,
     hosts: Annotated[str | None, typer.Option(
-        "-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts; this version: localhost.")] = None,
+        "-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts and how many ranks each takes.",
+        show_default="the Slurm job, the MPIJob, or this host")] = None,
     hostfile: Annotated[Path | None, typer.Option(
         help="Hosts from a file in the way of Open MPI or MPICH.")] = None,
+    ssh_port: Annotated[int | None, typer.Option(
+        help="Port of ssh on the other hosts.", show_default="ssh's own")] = None,
+    ssh_identity_file: Annotated[Path | None, typer.Option(
+        help="Private key for ssh.", show_default="ssh's own")] = None,
+    network_interface: Annotated[list[str] | None, typer.Option(
+        metavar="NAME|CIDR,...", help="Network of the ranks, by name of the interface or by "
+        "address, looked up on each host.", show_default="the way to the other hosts")] = None,
+    start_timeout: Annotated[float | None, typer.Option(
+        metavar="SECONDS", help="How long to wait for hosts that cannot be reached.",
+        show_default="0; in an MPIJob 300")] = None,
     starter: Annotated[str, typer.Option(
         help=f"What creates the processes: {', '.join(STARTERS)}.")] = LaunchOptions.starter,
     collective: Annotated[str, typer.Option(
@@ -60,24 +72,42 @@ def launch_command(
         "--verbose", "-v", help="Show the plan, and the output of every rank.")] = False,
     dry_run: Annotated[bool, typer.Option(
         "--dry-run", help="Show the plan and start nothing.")] = False,
+    min_np: Annotated[int | None, typer.Option(help="Elastic, with horovodrun.")] = None,
+    max_np: Annotated[int | None, typer.Option(help="Elastic, with horovodrun.")] = None,
+    host_discovery_script: Annotated[Path | None, typer.Option(
+        help="Elastic, with horovodrun.")] = None,
+    slots_per_host: Annotated[int | None, typer.Option(help="Elastic, with horovodrun.")] = None,
+    elastic_timeout: Annotated[int | None, typer.Option(help="Elastic, with horovodrun.")] = None,
+    reset_limit: Annotated[int | None, typer.Option(help="Elastic, with horovodrun.")] = None,
 ) -> None:
-    """Start the ranks of a job on this host and stay until all have ended.
+    """Start the ranks of a job on its hosts and stay until all have ended.
 
     hvdtrain launch -np 4 fit JOB --epochs 3
+
+    hvdtrain launch -H node1:4,node2:4 fit JOB
 
     hvdtrain launch -np 4 -- python train.py
     """
     # Imported here, so that `hvdtrain --help` does not wait for them.
     from hvdtrain.launch.execute import launch
     from hvdtrain.launch.facts import gather_facts
+    from hvdtrain.launch.places import read_hosts
     from hvdtrain.launch.plan import make_plan
     from hvdtrain.launch.render import render
 
     options = LaunchOptions(
         command=rank_command(command, collective), np=np, hosts=hosts, hostfile=hostfile,
         starter=starter, env=tuple(env or ()), output=output, timeout_s=timeout, grace_s=grace,
-        verbose=verbose or command[0] == "world", collective=collective_of(command, collective))
-    plan = make_plan(options, os.environ, gather_facts())
+        verbose=verbose or command[0] == "world", collective=collective_of(command, collective),
+        remote=RemoteOptions(port=ssh_port, identity_file=ssh_identity_file),
+        network_interface=tuple(item.strip() for value in network_interface or ()
+                                for item in value.split(",")),
+        start_timeout_s=start_timeout, elastic=ElasticOptions(
+            min_np=min_np, max_np=max_np, host_discovery_script=host_discovery_script,
+            slots_per_host=slots_per_host, elastic_timeout_s=elastic_timeout,
+            reset_limit=reset_limit))
+    names = [host.name for host in read_hosts(options, os.environ)]
+    plan = make_plan(options, os.environ, gather_facts(names))
     if dry_run:
         print(render(plan), end="")
         return

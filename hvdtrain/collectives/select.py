@@ -68,7 +68,9 @@ def _requested(requested: str, world: World, horovod: HorovodCheck) -> Choice:
         raise CollectiveError(
             "`horovod-mpi` was asked for, but this Horovod was built without MPI. Use "
             "`horovod-gloo`, or rebuild it: hvdtrain build-horovod --mpi auto --install --force")
-    if requested in ("horovod-mpi", "mpi4py") and world.size > 1 and world.rendezvous != "mpi":
+    # `srun --mpi=pmix` and `--mpi=pmi2` prepare MPI beside what every step has.
+    by_mpi = world.rendezvous == "mpi" or {"PMIX_RANK", "PMI_RANK"} & set(world.evidence)
+    if requested in ("horovod-mpi", "mpi4py") and world.size > 1 and not by_mpi:
         raise CollectiveError(
             f"`{requested}` needs ranks that were started by an MPI, but {world.starter} started "
             f"these. Start them with: hvdtrain launch --starter mpirun -np {world.size} fit ...")

@@ -1,12 +1,17 @@
 """Program: starts and watches the ranks of one host, for `launch/native.py`.
 
-Standard library only, imports nothing of hvdtrain and is run by path, so that it starts in 0.1 s
-and can later be sent to another host through ssh.
+Standard library only, imports nothing of hvdtrain. `launch/link.py` sends it to its host through
+standard input, so that nothing need be installed there to see why a rank cannot start.
 
-Reads from standard input: a line with a size, so many bytes of JSON with the work (command,
-directory, environment, ranks), then lines `{"signal": N}` for every rank. Writes JSON lines to
-standard output: `start`, `exit`, and `output` followed by that many bytes. When standard input
-closes, the launcher has gone, however it ended: the ranks get SIGTERM, then SIGKILL.
+1. Reads a line `{"peer": HOST}`, the other host to which this one needs a way, or null.
+2. Writes `HVDTRAIN-AGENT {...}` with the facts of this host.
+3. Reads a line with a size, and so many bytes of JSON with the work: command, directory, ranks
+   with their environments, grace_s, lease_s.
+4. Reads lines `{"signal": N}` for every rank, `{"pause": true}`, and `{}` as a sign of life. Writes
+   JSON lines `start`, `exit`, and `output` followed by as many bytes as it says.
+
+When standard input closes, or brings nothing for `lease_s`, the launcher has gone, however it
+ended: the ranks get SIGTERM, then SIGKILL.
 
 Rules learnt by failure: each rank leads a session, and its whole group is killed when it ends
 (data-loader workers); its end is awaited by pidfd, not by its pipes, which a child may hold open.
@@ -14,18 +19,27 @@ Rules learnt by failure: each rank leads a session, and its whole group is kille
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import selectors
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
+MARK = b"HVDTRAIN-AGENT "
 _PR_SET_PDEATHSIG = 1
+_SIOCGIFADDR = 0x8915
+_DISCARD_PORT = 9
 _CHUNK = 65536
+_FIRST_LEASE_S = 60
+_CUT_OFF_GRACE_S = 3.0
+"""Ranks whose host is cut off cannot agree to stop."""
 
 
 class Agent:
@@ -37,12 +51,16 @@ class Agent:
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._kill_at: float | None = None
         self._rest = b""
+        self._wake_read, self._wake_write = os.pipe()
 
     def run(self) -> None:
         """Start the ranks and serve them to their end."""
         self._watch(0, self._read_control)
-        for rank, extra in self._work["ranks"].items():
-            self._start(int(rank), {**self._work["env"], **extra})
+        self._watch(self._wake_read, self._lose_launcher)
+        signal.signal(signal.SIGALRM, self._lease_is_over)
+        self._renew_lease()
+        for rank, env in self._work["ranks"].items():
+            self._start(int(rank), env)
         while self._ranks:
             wait = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
             for key, _ in self._selector.select(wait):
@@ -113,12 +131,37 @@ class Agent:
         data = os.read(0, _CHUNK)
         if not data:
             self._selector.unregister(0)
-            self._signal_all(signal.SIGTERM)
-            self._kill_at = time.monotonic() + self._work["grace_s"]
+            signal.alarm(0)
+            self._end_ranks(self._work["grace_s"])
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
+        self._renew_lease()
         for line in lines:
-            self._signal_all(json.loads(line)["signal"])
+            message = json.loads(line)
+            if "signal" in message:
+                self._signal_all(message["signal"])
+            elif "pause" in message:
+                self._signal_all(signal.SIGSTOP if message["pause"] else signal.SIGCONT)
+                if message["pause"]:
+                    signal.alarm(0)
+
+    def _renew_lease(self) -> None:
+        signal.alarm(self._work["lease_s"])
+
+    def _lease_is_over(self, number: int, frame: object) -> None:
+        """Act from the signal handler: the loop may be stuck in a write to a dead network."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.write(self._wake_write, b"!")
+
+    def _lose_launcher(self) -> None:
+        os.read(self._wake_read, 1)
+        self._end_ranks(min(_CUT_OFF_GRACE_S, self._work["grace_s"]))
+
+    def _end_ranks(self, grace_s: float) -> None:
+        self._signal_all(signal.SIGTERM)
+        self._signal_all(signal.SIGCONT)
+        self._kill_at = time.monotonic() + grace_s
 
     def _signal_all(self, number: int) -> None:
         for process in self._ranks.values():
@@ -142,7 +185,10 @@ def _forward(rank: int, name: str, descriptor: int, *, empty: bool = True) -> bo
 
 
 def _send(message: dict[str, Any], payload: bytes = b"") -> None:
-    data = json.dumps(message).encode() + b"\n" + payload
+    _write(json.dumps(message).encode() + b"\n" + payload)
+
+
+def _write(data: bytes) -> None:
     try:
         while data:
             data = data[os.write(1, data):]
@@ -155,7 +201,7 @@ def _ignore(number: int, frame: object) -> None:
 
 
 def _read_line() -> bytes:
-    """The first line, byte by byte: what follows belongs to the loop."""
+    """A line, byte by byte: what follows belongs to the next reader."""
     line = bytearray()
     while not line.endswith(b"\n"):
         data = os.read(0, 1)
@@ -165,19 +211,59 @@ def _read_line() -> bytes:
     return bytes(line)
 
 
-def main() -> None:
-    """Serve one launcher."""
-    # A scheduler signals every process of the job; the launcher decides what it means.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, _ignore)
-    size = int(_read_line())
-    work = b""
+def _read_work() -> dict[str, Any]:
+    line = b"{}"
+    while line.strip() == b"{}":  # signs of life, while the launcher waits for other hosts
+        signal.alarm(_FIRST_LEASE_S)
+        line = _read_line()
+    size, work = int(line), b""
     while len(work) < size:
         data = os.read(0, size - len(work))
         if not data:
             sys.exit(1)
         work += data
-    Agent(json.loads(work)).run()
+    found: dict[str, Any] = json.loads(work)
+    return found
+
+
+def _interfaces() -> dict[str, str]:
+    """The network interfaces of this host with their IPv4 addresses."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # one without an IPv4 address
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def _own_address(peer: str | None) -> str | None:
+    """The address from which this host reaches another one; nothing is sent."""
+    if peer is None:
+        return None
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((peer, _DISCARD_PORT))
+            address: str = probe.getsockname()[0]
+            return address
+    except OSError:
+        return None
+
+
+def main() -> None:
+    """Serve one launcher."""
+    # A scheduler signals every process of the job; the launcher decides what it means.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, _ignore)
+    peer = json.loads(_read_line())["peer"]
+    # "client port server port": how the launcher and this host see each other.
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    facts = {"time": time.time(), "interfaces": _interfaces(), "own_address": _own_address(peer),
+             "ssh_client": connection[0] if connection else None,
+             "ssh_server": connection[2] if len(connection) > 2 else None}
+    _write(MARK + json.dumps(facts).encode() + b"\n")
+    Agent(_read_work()).run()
 
 
 if __name__ == "__main__":

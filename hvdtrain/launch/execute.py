@@ -10,15 +10,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from hvdtrain.errors import LaunchError
+from hvdtrain.errors import LaunchError, MachineError
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import signal_name
 from hvdtrain.launch.native import EXIT_TIMEOUT, NativeJob
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.signals import SignalInbox
+from hvdtrain.launch.signals import WITH_STOP, SignalInbox
 from hvdtrain.world.detect import STARTER_VARIABLE
 from hvdtrain.world.failure import REPORT_VARIABLE
-from hvdtrain.world.rendezvous import gloo_variables, listen, serve
+from hvdtrain.world.rendezvous import listen, serve
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.05
@@ -46,17 +46,16 @@ def launch(plan: LaunchPlan) -> int:
 
 def _launch_native(plan: LaunchPlan, env: Mapping[str, str]) -> int:
     slots = {slot.host: slot.local_size for slot in plan.slots}
-    server = serve(listen("127.0.0.1"), hosts=list(slots), slots=list(slots.values()))
-    # All ranks are on this host, so everything goes through the loopback interface.
-    shared = ({"NCCL_SOCKET_IFNAME": "lo"} | dict(env)
-              | gloo_variables(address="127.0.0.1", port=server.port, interface="lo")
-              | {STARTER_VARIABLE: "native", REPORT_VARIABLE: "1"})
+    only_here = set(slots) <= plan.local_hosts
+    server = serve(listen("127.0.0.1" if only_here else ""), hosts=list(slots),
+                   slots=list(slots.values()))
+    shared = dict(env) | {STARTER_VARIABLE: "native", REPORT_VARIABLE: "1"}
     try:
         console = Console(plan.np, out=sys.stdout, err=sys.stderr, directory=plan.output,
                           verbose=plan.verbose)
         try:
-            with SignalInbox() as inbox:
-                return NativeJob(plan, console).run(_start_agent, shared, inbox)
+            with SignalInbox(WITH_STOP) as inbox:
+                return NativeJob(plan, console).run(_start_agent, shared, inbox, server.port)
         finally:
             console.close()
     finally:
@@ -65,8 +64,13 @@ def _launch_native(plan: LaunchPlan, env: Mapping[str, str]) -> int:
 
 def _start_agent(command: Sequence[str]) -> subprocess.Popen[bytes]:
     # A session of its own: Ctrl-C in the terminal reaches the launcher alone, which decides.
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                            start_new_session=True)
+    try:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, start_new_session=True)
+    except OSError as error:
+        raise MachineError(f"{command[0]} cannot be started: {error}. Other hosts are reached "
+                           "with it; install it (Debian/Ubuntu: apt-get install openssh-client)."
+                           ) from error
 
 
 def _launch_foreign(plan: LaunchPlan, env: Mapping[str, str]) -> int:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from hvdtrain.world.network import is_own_address
 
 _OPENMPI = re.compile(r"(?:Open MPI\)? |OpenRTE\)? )v?(\d+(?:\.\d+)*)")
 _HYDRA = re.compile(r"HYDRA build details:.*?Version:\s*(\S+)|Intel\(R\) MPI.*?Version (\S+)",
@@ -47,10 +51,18 @@ class LaunchFacts:
     python: str
     scripts_dir: str
     hostname: str = "localhost"
+    srun: str | None = None
+    """The path of Slurm's srun."""
+    own_names: frozenset[str] = frozenset()
+    """Names among those of the hosts that lead to this host, beside `localhost` and `hostname`."""
 
 
-def gather_facts() -> LaunchFacts:
-    """Look at this machine. Imports no TensorFlow; asks `mpirun --version` (10 ms)."""
+def gather_facts(hosts: Sequence[str] = ()) -> LaunchFacts:
+    """Look at this machine. Imports no TensorFlow; asks `mpirun --version` (10 ms).
+
+    Args:
+        hosts: Names of hosts; those of this host are told apart by their addresses.
+    """
     # Imported here: `hvdtrain launch --help` does not need it.
     from hvdtrain.horovod_check import check_horovod
 
@@ -60,7 +72,15 @@ def gather_facts() -> LaunchFacts:
         horovod_ok=check.ok, horovod_problem=check.problems[0] if check.problems else "",
         horovod_gloo=check.gloo, horovod_mpi_kind=check.mpi_kind, mpirun=find_mpirun(scripts_dir),
         cores=len(os.sched_getaffinity(0)), is_root=os.geteuid() == 0, python=sys.executable,
-        scripts_dir=scripts_dir, hostname=os.uname().nodename)
+        scripts_dir=scripts_dir, hostname=os.uname().nodename, srun=shutil.which("srun"),
+        own_names=frozenset(filter(_is_this_host, hosts)))
+
+
+def _is_this_host(name: str) -> bool:
+    try:
+        return is_own_address(socket.gethostbyname(name))
+    except (OSError, UnicodeError):
+        return False  # ssh may know the name, or tells what is wrong with it
 
 
 def find_mpirun(scripts_dir: str, search_path: str | None = None) -> Mpirun | None:

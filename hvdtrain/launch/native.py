@@ -1,33 +1,30 @@
 """Our own starter: watches the ranks through one agent per host and ends the job as a whole.
 
-The agent (`agent.py`) is a process of its own, so that the ranks end when the launcher is killed.
+An agent (`agent.py`) is a process of its own, so that the ranks end when the launcher is killed.
 This module decides: what is shown, which rank failed first, when the others are told to end, when
 they are killed, and with which code the job ends.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from hvdtrain.hosts import rank_variables
 from hvdtrain.launch.console import Console
+from hvdtrain.launch.crew import Crew
 from hvdtrain.launch.failure import RankEnd, describe, first_failure, signal_name
+from hvdtrain.launch.link import AgentLink, StartProcess
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.signals import SignalInbox
 
-StartProcess = Callable[[Sequence[str]], subprocess.Popen[bytes]]
-AGENT = Path(__file__).with_name("agent.py")
 EXIT_TIMEOUT = 124
+EXIT_HOST_LOST = 255
 
 _FAILURE_GRACE_S = 5.0
 """Ranks whose peer has gone have nothing left to save."""
@@ -36,6 +33,7 @@ _SECONDARY_WAIT_S = 2.0
 """A rank that lost its peer may be seen before that peer: wait for the cause."""
 _GIVE_UP_S = 2.0
 """A process in an uninterruptible wait outlives SIGKILL; the launcher does not wait for it."""
+_PAUSE_S = 0.2
 _REPEAT_S = 0.5
 """Schedulers signal twice; a second signal counts only after this time."""
 
@@ -53,101 +51,123 @@ class NativeJob:
         self._why_stopped = ""
         self._stopped_s: float | None = None
         self._signal = 0
-        self._agent: subprocess.Popen[bytes] | None = None
-        self._received = b""
+        self._crew = Crew(plan)
+        self._selector = selectors.DefaultSelector()
         self._gave_up = False
 
-    def run(self, start: StartProcess, env: Mapping[str, str], inbox: SignalInbox) -> int:
+    def run(self, start: StartProcess, env: Mapping[str, str], inbox: SignalInbox,
+            port: int) -> int:
         """Start the ranks and stay to their end.
 
         Args:
-            start: Starts the agent, with pipes on its standard input and output.
+            start: Starts an agent, or the ssh to it, with pipes on its three streams.
             env: The environment that all ranks share.
             inbox: The signals for this process.
+            port: Of the rendezvous.
 
         Returns:
             The exit code of the job.
+
+        Raises:
+            MachineError: Hosts that cannot be reached; nothing was started.
+            LaunchError: A host has no usable network interface; nothing was started.
         """
-        self._agent = start([sys.executable, "-I", "-S", str(AGENT)])
-        selector = selectors.DefaultSelector()
         try:
-            self._send_work(env)
+            if not self._crew.bring_up(start, lambda: self._interrupted(inbox)):
+                self._console.say(f"ended by {signal_name(self._signal)} before the ranks started")
+                return 128 + self._signal
+            self._crew.send_work(env, port)
             if self._plan.timeout_s is not None:
                 self._arm("timeout", self._plan.timeout_s)
-            selector.register(self._output_fd(), selectors.EVENT_READ, self._read_agent)
-            selector.register(inbox, selectors.EVENT_READ, lambda: self._signals(inbox))
+            for link in self._crew.links.values():
+                self._watch(link)
+            self._selector.register(inbox, selectors.EVENT_READ, lambda: self._signals(inbox))
             while len(self._ends) < self._plan.np and not self._gave_up:
-                for key, _ in selector.select(self._wait_s()):
+                for key, _ in self._selector.select(self._wait_s()):
                     key.data()
                 self._act_on_deadlines()
         finally:
-            selector.close()
-            self._close_agent()
+            self._selector.close()
+            self._crew.close()
         return self._report()
 
-    def _send_work(self, env: Mapping[str, str]) -> None:
-        work = {"command": self._plan.argv, "directory": os.getcwd(), "env": dict(env),
-                "grace_s": self._plan.grace_s,
-                "ranks": {slot.rank: rank_variables(slot, self._plan.np)
-                          for slot in self._plan.slots}}
-        data = json.dumps(work).encode()
-        self._write_agent(b"%d\n%s" % (len(data), data))
+    def _interrupted(self, inbox: SignalInbox) -> bool:
+        """Whether a signal ends the job before it has begun."""
+        for number in inbox.take():
+            if number in (signal.SIGINT, signal.SIGTERM):
+                self._signal = number
+        return self._signal != 0
 
-    def _signal_ranks(self, number: int) -> None:
-        self._write_agent(json.dumps({"signal": number}).encode() + b"\n")
+    def _watch(self, link: AgentLink) -> None:
+        errors = link.stderr_fileno()
 
-    def _write_agent(self, data: bytes) -> None:
-        if self._agent is not None and self._agent.stdin is not None:
-            with suppress(BrokenPipeError):  # its end is seen on its output
-                self._agent.stdin.write(data)
-                self._agent.stdin.flush()
+        def read_errors() -> None:
+            lines = link.read_stderr()
+            if lines is None:
+                self._selector.unregister(errors)
+            for line in lines or ():
+                self._console.say(f"{link.host}: {line}")
 
-    def _read_agent(self) -> None:
-        data = os.read(self._output_fd(), 1 << 18)
-        if not data:
-            self._lose_agent()
-            return
-        buffer, start = self._received + data, 0
-        while (end := buffer.find(b"\n", start)) >= 0:
-            message = json.loads(buffer[start:end])
-            rest = end + 1 + message.get("size", 0)
-            if len(buffer) < rest:
-                break
-            self._handle(message, buffer[end + 1:rest])
-            start = rest
-        self._received = buffer[start:]
+        self._selector.register(link, selectors.EVENT_READ, lambda: self._read(link))
+        self._selector.register(errors, selectors.EVENT_READ, read_errors)
 
-    def _handle(self, message: dict[str, Any], payload: bytes) -> None:
+    def _read(self, link: AgentLink) -> None:
+        messages = link.read()
+        for message, payload in messages or ():
+            self._handle(link, message, payload)
+        if messages is None:
+            self._selector.unregister(link)
+            self._lose(link)
+
+    def _handle(self, link: AgentLink, message: dict[str, Any], payload: bytes) -> None:
         rank = message["rank"]
         if message["type"] == "output":
             self._console.feed(rank, message["stream"], payload)
         elif message["type"] == "start":
             self._pids[rank] = message["pid"]
         else:
-            self._ended(rank, message["code"], message["time"], message["reason"])
+            offset_s = link.facts.clock_offset_s if link.facts is not None else 0.0
+            self._ended(rank, message["code"], message["time"], message["reason"], offset_s)
 
-    def _ended(self, rank: int, code: int, time_s: float, reason: str) -> None:
+    def _ended(self, rank: int, code: int, time_s: float, reason: str, offset_s: float) -> None:
         self._console.finish(rank)
-        end = RankEnd(rank=rank, host=self._plan.slots[rank].host, code=code, time_s=time_s,
-                      reason=reason, record=self._console.record(rank),
+        record = self._console.record(rank)
+        if record is not None:
+            record = replace(record, time_s=record.time_s + offset_s)
+        end = RankEnd(rank=rank, host=self._plan.slots[rank].host, code=code,
+                      time_s=time_s + offset_s, reason=reason, record=record,
                       tail=self._console.tail(rank))
         self._ends[rank] = end
         if end.failed and not self._why_stopped:
             wait_s = _SECONDARY_WAIT_S if end.secondary else _CAUSE_WAIT_S
             self._arm("failure", wait_s)
 
-    def _lose_agent(self) -> None:
-        """The agent was killed: its ranks got SIGKILL from the kernel, their children did not."""
-        for rank in range(self._plan.np):
-            if rank not in self._ends:
+    def _lose(self, link: AgentLink) -> None:
+        """The stream of an agent has ended; with ranks left, it or its host is gone."""
+        left = [slot.rank for slot in self._plan.slots
+                if slot.host == link.host and slot.rank not in self._ends]
+        if not left:
+            return
+        if link.is_local:
+            # The ranks got SIGKILL from the kernel, their children did not.
+            for rank in left:
                 with suppress(KeyError, ProcessLookupError, PermissionError):
                     os.killpg(self._pids[rank], signal.SIGKILL)
-                self._ended(rank, -signal.SIGKILL, time.time(), "its agent ended unexpectedly")
+        code = -signal.SIGKILL if link.is_local else EXIT_HOST_LOST
+        reason = "its agent ended unexpectedly"
+        if not link.is_local:
+            link.reap(_CAUSE_WAIT_S)
+            reason = f"the connection to {link.host} was lost"
+            reason += f" ({'; '.join(link.last_words)})" if link.last_words else ""
+        for rank in left:
+            self._ended(rank, code, time.time(), reason, 0.0)
 
     def _signals(self, inbox: SignalInbox) -> None:
         for number in inbox.take():
-            if number not in (signal.SIGINT, signal.SIGTERM):
-                self._signal_ranks(number)
+            if number == signal.SIGTSTP:
+                self._pause()
+            elif number not in (signal.SIGINT, signal.SIGTERM):
+                self._crew.send({"signal": number})
             elif self._why_stopped != "signal":
                 self._signal = number
                 self._console.say(
@@ -157,13 +177,21 @@ class NativeJob:
             elif time.time() - (self._stopped_s or 0.0) > _REPEAT_S:
                 self._arm("kill", 0.0)
 
+    def _pause(self) -> None:
+        """Ctrl-Z: the ranks stand still as well, or their agents would miss this launcher."""
+        self._console.say("stopped, and all ranks with it; `fg` goes on")
+        self._crew.send({"pause": True})
+        time.sleep(_PAUSE_S)  # the links' threads send it
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._crew.send({"pause": False})
+
     def _stop(self, why: str, number: int, grace_s: float) -> None:
         """Tell all ranks to end, and set the time at which they are killed."""
         self._deadlines.pop("failure", None)
         self._deadlines.pop("timeout", None)
         self._why_stopped = why
         self._stopped_s = time.time()
-        self._signal_ranks(number)
+        self._crew.send({"signal": number})
         self._arm("kill", grace_s)
 
     def _arm(self, what: str, wait_s: float) -> None:
@@ -186,29 +214,10 @@ class NativeJob:
                 self._console.say(f"the limit of {self._plan.timeout_s:g} s is over")
                 self._stop("timeout", signal.SIGTERM, self._plan.grace_s)
             elif what == "kill":
-                self._signal_ranks(signal.SIGKILL)
+                self._crew.send({"signal": signal.SIGKILL})
                 self._arm("give up", _GIVE_UP_S)
             else:
                 self._gave_up = True
-
-    def _output_fd(self) -> int:
-        if self._agent is None or self._agent.stdout is None:
-            raise RuntimeError("the agent was started without pipes")
-        return self._agent.stdout.fileno()
-
-    def _close_agent(self) -> None:
-        """Closing its input makes the agent end whatever is left."""
-        if self._agent is None:
-            return
-        for stream in (self._agent.stdin, self._agent.stdout):
-            if stream is not None:
-                with suppress(BrokenPipeError):
-                    stream.close()
-        try:
-            self._agent.wait(timeout=_GIVE_UP_S)
-        except subprocess.TimeoutExpired:
-            self._agent.kill()
-            self._agent.wait()
 
     def _report(self) -> int:
         """Say how it ended, and give the exit code."""

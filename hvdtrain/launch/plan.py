@@ -1,26 +1,31 @@
-"""`LaunchPlan`: how the ranks will be started, as a value. `make_plan` decides; nothing is done.
-
-One plan starts one job on this host. It keeps the place of every rank, so that an agent per host
-can be added without a change of shape.
-"""
+"""`LaunchPlan`: how the ranks will be started, as a value. `make_plan` decides; nothing is done."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.hosts import Host, Slot, assign_ranks, parse_hosts, read_hostfile
+from hvdtrain.hosts import Slot
+from hvdtrain.launch.commands import COMMANDS, Request, local_hosts
 from hvdtrain.launch.facts import LaunchFacts
 from hvdtrain.launch.options import LaunchOptions
-from hvdtrain.launch.starters import COMMANDS, choose_starter
+from hvdtrain.launch.places import allocation_hosts, in_allocation, in_mpijob, place_ranks
+from hvdtrain.launch.remote_shell import RemoteOptions, kubectl_of
+from hvdtrain.launch.starters import choose_starter
+from hvdtrain.world.network import NETWORK_VARIABLE
 
 # Left by a launcher around this one; they would mislead the ranks, or the MPI under them.
 _STALE = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_", "HOROVOD_HOSTNAME",
           "HOROVOD_GLOO_RENDEZVOUS_", "OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL",
           "HVDTRAIN_STARTER", "HVDTRAIN_REPORT")
+_STALE_IN_SRUN = ("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_DISTRIBUTION")
+_TO_ALL_HOSTS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONUNBUFFERED",
+                 "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+_TO_ALL_HOSTS_BEGINNINGS = ("HVDTRAIN_", "HOROVOD_", "NCCL_", "TF_", "KERAS_", "XLA_")
+_MPIJOB_START_S = 300.0
+"""The pods of a job start in any order, and their names resolve late."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,11 @@ class LaunchPlan:
     timeout_s: float | None = None
     grace_s: float = field(default=LaunchOptions.grace_s)
     verbose: bool = False
+    local_hosts: frozenset[str] = frozenset({"localhost", "127.0.0.1"})
+    """The hosts of the plan that are this one."""
+    remote: RemoteOptions = field(default_factory=RemoteOptions)
+    network_interface: tuple[str, ...] = ()
+    start_timeout_s: float = 0.0
 
 
 def make_plan(options: LaunchOptions, environ: Mapping[str, str],
@@ -51,47 +61,49 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str],
         LaunchError: It cannot be started as asked; the message says what can.
         ConfigError: The hosts cannot be read or have too few slots.
     """
-    slots = _place(options, facts)
     _refuse_nested(environ)
-    _refuse_allocation(options, environ)
-    starter, notes = choose_starter(options, facts, len(slots))
+    slots = place_ranks(options, environ)
+    starter, notes = choose_starter(options, facts, len(slots),
+                                    in_allocation=in_allocation(environ))
+    _check_places(options, environ, facts, starter, slots)
+    user = _user_env(options, environ)
+    env = _starter_env(starter, options, environ, facts, slots) | user
+    request = Request(options=options, slots=slots, facts=facts, exported=tuple(sorted(user)))
+    if request.has_other_hosts:
+        request = replace(request, exported=tuple(sorted({*env, *_inherited(environ)})))
+    return LaunchPlan(
+        starter=starter, np=len(slots), slots=slots, argv=COMMANDS[starter](request), env=env,
+        unset=_STALE + (_STALE_IN_SRUN if starter == "srun" else ()), notes=notes,
+        output=options.output, timeout_s=options.timeout_s, grace_s=options.grace_s,
+        verbose=options.verbose, local_hosts=local_hosts(facts) & {slot.host for slot in slots},
+        remote=replace(options.remote, kubectl=kubectl_of(environ)),
+        network_interface=options.network_interface,
+        start_timeout_s=_start_timeout_s(options, environ))
+
+
+def _start_timeout_s(options: LaunchOptions, environ: Mapping[str, str]) -> float:
+    if options.start_timeout_s is not None:
+        return options.start_timeout_s
+    return _MPIJOB_START_S if in_mpijob(environ) else 0.0
+
+
+def _check_places(options: LaunchOptions, environ: Mapping[str, str], facts: LaunchFacts,
+                  starter: str, slots: tuple[Slot, ...]) -> None:
+    """What a starter cannot do with the hosts or the output that were asked for."""
     if options.output is not None and starter != "native":
         raise LaunchError(
             f"--output writes a log file per rank with the native starter only, but the starter "
             f"is {starter}. Leave out --output, or use --starter native.")
-    user = _user_env(options, environ)
-    env = _rank_env(environ, facts, slots) | user
-    if starter == "mpirun" and len(slots) > facts.cores:
-        # Without it ranks that wait take the core from ranks that compute: 12 times slower.
-        env = {"OMPI_MCA_mpi_yield_when_idle": "1"} | env
-    argv = COMMANDS[starter](options.command, len(slots), facts, tuple(sorted(user)))
-    return LaunchPlan(starter=starter, np=len(slots), slots=slots, argv=argv, env=env, notes=notes,
-                      output=options.output, timeout_s=options.timeout_s, grace_s=options.grace_s,
-                      verbose=options.verbose)
-
-
-def _place(options: LaunchOptions, facts: LaunchFacts) -> tuple[Slot, ...]:
-    if options.hostfile is not None:
-        hosts = read_hostfile(options.hostfile)
-    elif options.hosts is not None:
-        hosts = parse_hosts(options.hosts)
-    elif options.np is not None:
-        hosts = (Host("localhost", max(options.np, 0)),)
-    else:
-        raise LaunchError("The number of ranks is not given. Expected: hvdtrain launch -np N ...")
-    np = options.np if options.np is not None else sum(host.slots for host in hosts)
-    slots = assign_ranks(hosts, np)
-    here = {"localhost", "127.0.0.1", facts.hostname}
-    elsewhere = sorted({slot.host for slot in slots} - here)
-    if elsewhere:
-        listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
-        command = shlex.join(options.command)
-        raise LaunchError(
-            f"This version starts ranks on this host ({facts.hostname}) only, not on "
-            f"{', '.join(elsewhere)}. On several hosts start them yourself, with one of:\n"
-            f"  horovodrun --gloo -np {np} -H {listed} {command}\n"
-            f"  mpirun -np {np} --host {listed} --bind-to none {command}")
-    return slots
+    local = local_hosts(facts)
+    if len({slot.host for slot in slots} & local) > 1:
+        named = ", ".join(sorted({slot.host for slot in slots} & local))
+        raise LaunchError(f"{named} are the same host. Name it once, with all of its slots.")
+    if starter == "srun":
+        nodes = {host.name for host in allocation_hosts(environ)}
+        others = sorted({slot.host for slot in slots} - nodes)
+        if others:
+            raise LaunchError(f"{', '.join(others)} is not a node of this Slurm job. Expected: "
+                              f"{', '.join(sorted(nodes))}.")
 
 
 def _refuse_nested(environ: Mapping[str, str]) -> None:
@@ -104,18 +116,6 @@ def _refuse_nested(environ: Mapping[str, str]) -> None:
                 f"This process is itself one of {environ[size]} ({rank} is {environ[rank]}): each "
                 "of them would start the whole job. Leave out one of the two: `hvdtrain fit ...` "
                 "under the outer starter, or `hvdtrain launch -np N fit ...` alone.")
-
-
-def _refuse_allocation(options: LaunchOptions, environ: Mapping[str, str]) -> None:
-    """In a Slurm allocation of several nodes, this host alone is hardly what is meant."""
-    nodes = environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))
-    named = options.hosts is not None or options.hostfile is not None
-    if nodes != "1" and not named and options.starter == "auto":
-        raise LaunchError(
-            f"This is a Slurm allocation of {nodes} nodes, and this version starts ranks on one "
-            "host only. Start them on all nodes with: srun --mpi=none "
-            f"-n {options.np} {shlex.join(options.command)}\n"
-            "Or name the host, for ranks on this one: -H localhost:N")
 
 
 def _user_env(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str, str]:
@@ -133,11 +133,27 @@ def _user_env(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str, s
     return env
 
 
-def _rank_env(environ: Mapping[str, str], facts: LaunchFacts,
-              slots: tuple[Slot, ...]) -> dict[str, str]:
+def _inherited(environ: Mapping[str, str]) -> set[str]:
+    """What mpirun would not hand on to other hosts by itself, and ranks need there."""
+    return {name for name in environ if not name.startswith(_STALE)
+            and (name in _TO_ALL_HOSTS or name.startswith(_TO_ALL_HOSTS_BEGINNINGS))}
+
+
+def _starter_env(starter: str, options: LaunchOptions, environ: Mapping[str, str],
+                 facts: LaunchFacts, slots: tuple[Slot, ...]) -> dict[str, str]:
     """What ranks want and users rarely set; a value of the user's own stays."""
-    # Each rank's thread pools would take all cores.
-    threads = max(1, facts.cores // max(slot.local_size for slot in slots))
-    defaults = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
-                "TF_CPP_MIN_LOG_LEVEL": "2"}
+    most = max(slot.local_size for slot in slots)
+    # Each rank's thread pools would take all cores. Under srun the node's own cores count.
+    defaults = {"PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    if starter != "srun" or "SLURM_CPUS_PER_TASK" in environ:
+        cores = int(environ.get("SLURM_CPUS_PER_TASK", 0)) if starter == "srun" else 0
+        defaults["OMP_NUM_THREADS"] = str(cores or max(1, facts.cores // most))
+    if starter == "mpirun" and most > facts.cores:
+        # Without it ranks that wait take the core from ranks that compute: 12 times slower.
+        defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    if starter == "srun" and options.network_interface:
+        defaults[NETWORK_VARIABLE] = ",".join(options.network_interface)
+    if starter == "srun" and "SLURM_CPUS_PER_TASK" in environ:
+        # Since Slurm 22.05 a step does not take this from its job.
+        defaults["SRUN_CPUS_PER_TASK"] = environ["SLURM_CPUS_PER_TASK"]
     return {name: value for name, value in defaults.items() if name not in environ}

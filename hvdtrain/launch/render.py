@@ -18,8 +18,11 @@ def render(plan: LaunchPlan) -> str:
     for host, group in groupby(plan.slots, key=lambda slot: slot.host):
         ranks = [slot.rank for slot in group]
         named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        lines.append(f"# {host}: {named}")
+        where = "" if host in plan.local_hosts or plan.starter == "srun" else ", over ssh"
+        lines.append(f"# {host}: {named}{where}")
     lines += [f"# note: {note}" for note in plan.notes]
+    if plan.network_interface:
+        lines.append(f"# network: {', '.join(plan.network_interface)}")
     if plan.output is not None:
         lines.append(f"# logs: {plan.output}/rank.N.log")
     if plan.timeout_s is not None:

@@ -9,6 +9,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+WITH_STOP = (*FORWARDED, signal.SIGTSTP)
 
 
 class SignalInbox:
@@ -17,7 +18,8 @@ class SignalInbox:
     A context manager. Outside the main thread, where Python allows no handlers, it stays empty.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: tuple[int, ...] = FORWARDED) -> None:
+        self._numbers = numbers
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         os.set_blocking(self._write_end, False)
@@ -25,7 +27,7 @@ class SignalInbox:
 
     def __enter__(self) -> SignalInbox:
         if threading.current_thread() is threading.main_thread():
-            for number in FORWARDED:
+            for number in self._numbers:
                 self._former[number] = signal.signal(number, self._note)
         return self
 

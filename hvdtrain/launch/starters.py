@@ -1,22 +1,25 @@
-"""Which starter, and its command line: one function each, from values to an argument list."""
+"""Which starter fits, and whether it can work here."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.facts import LaunchFacts, Mpirun
 from hvdtrain.launch.options import LaunchOptions
 
-_NEEDS_MPI = ("horovod-mpi", "mpi4py")
+NEEDS_MPI = ("horovod-mpi", "mpi4py")
 _GET_HOROVOD = "hvdtrain build-horovod --install"
 _GET_MPI = "pip install 'hvdtrain[mpi]'"
 
 
-def choose_starter(options: LaunchOptions, facts: LaunchFacts,
-                   np: int) -> tuple[str, tuple[str, ...]]:
+def choose_starter(options: LaunchOptions, facts: LaunchFacts, np: int, *,
+                   in_allocation: bool = False) -> tuple[str, tuple[str, ...]]:
     """The starter, never `auto`, and what the user should know about the choice.
+
+    Args:
+        options: What was asked for.
+        facts: What is here.
+        np: Number of ranks.
+        in_allocation: Whether this is a Slurm job, outside of its steps.
 
     Raises:
         LaunchError: The starter, or the collective that is asked for, cannot work here.
@@ -24,8 +27,15 @@ def choose_starter(options: LaunchOptions, facts: LaunchFacts,
     starter = options.starter
     notes: list[str] = []
     if starter == "auto":
-        starter, notes = _auto(options.collective, facts, np)
-    if options.collective in _NEEDS_MPI and starter != "mpirun":
+        starter, notes = _auto(options.collective, facts, np, in_allocation)
+    if starter == "srun":
+        _check_srun(options, facts, in_allocation)
+    elastic = options.elastic.flags()
+    if elastic and starter != "horovodrun":
+        raise LaunchError(f"{elastic[0]} is an option of horovodrun, but the starter is {starter}. "
+                          "Add --starter horovodrun.")
+    by_horovodrun = starter == "horovodrun" and options.collective == "horovod-mpi"
+    if options.collective in NEEDS_MPI and starter not in ("mpirun", "srun") and not by_horovodrun:
         raise LaunchError(
             f"The collective {options.collective} needs ranks that an MPI has started, but the "
             f"starter is {starter}. Use --starter mpirun, or --collective horovod-gloo.")
@@ -33,8 +43,8 @@ def choose_starter(options: LaunchOptions, facts: LaunchFacts,
         raise LaunchError(
             "The collective horovod-gloo needs a Gloo rendezvous, which mpirun does not prepare. "
             "Use --starter native, or --collective horovod-mpi.")
-    if starter == "mpirun":
-        notes += _check_mpi(options.collective, _need_mpirun(facts), facts)
+    if starter == "mpirun" or by_horovodrun:
+        notes += _check_mpi(options.collective, need_mpirun(facts), facts)
     if starter == "horovodrun" and not facts.horovod_ok:
         raise LaunchError(
             f"horovodrun needs Horovod: {facts.horovod_problem or 'it is not installed'}. "
@@ -42,8 +52,11 @@ def choose_starter(options: LaunchOptions, facts: LaunchFacts,
     return starter, tuple(notes)
 
 
-def _auto(collective: str, facts: LaunchFacts, np: int) -> tuple[str, list[str]]:
-    if collective in _NEEDS_MPI:
+def _auto(collective: str, facts: LaunchFacts, np: int,
+          in_allocation: bool) -> tuple[str, list[str]]:
+    if in_allocation and facts.srun is not None and collective not in NEEDS_MPI:
+        return "srun", ["starter srun, because this is a Slurm job"]
+    if collective in NEEDS_MPI:
         return "mpirun", [f"starter mpirun, because the collective {collective} needs it"]
     if np == 1 or collective == "single":
         return "native", []
@@ -67,7 +80,22 @@ def _auto(collective: str, facts: LaunchFacts, np: int) -> tuple[str, list[str]]
     return "mpirun", [f"starter mpirun with mpi4py, because: {problem}"]
 
 
-def _need_mpirun(facts: LaunchFacts) -> Mpirun:
+def _check_srun(options: LaunchOptions, facts: LaunchFacts, in_allocation: bool) -> None:
+    if facts.srun is None:
+        raise LaunchError("There is no srun on PATH. Use --starter native, or start this inside "
+                          "of a Slurm job.")
+    if not in_allocation:
+        raise LaunchError(
+            "The starter srun starts ranks inside of a Slurm allocation, but SLURM_JOB_ID is not "
+            "set. Get one with sbatch or salloc; `hvdtrain slurm` writes the batch script.")
+
+
+def need_mpirun(facts: LaunchFacts) -> Mpirun:
+    """The mpirun that is here.
+
+    Raises:
+        LaunchError: There is none.
+    """
     if facts.mpirun is None:
         raise LaunchError(
             f"There is no mpirun in {facts.scripts_dir} nor on PATH. Install one with: "
@@ -92,40 +120,3 @@ def _check_mpi(collective: str, mpirun: Mpirun, facts: LaunchFacts) -> list[str]
         return [f"mpi4py is used: Horovod was built with {kind}, but {mpirun.path} is "
                 f"{mpirun.flavour}"]
     return []
-
-
-def _native(command: Sequence[str], np: int, facts: LaunchFacts,
-            exported: Sequence[str]) -> tuple[str, ...]:
-    return tuple(command)
-
-
-def _horovodrun(command: Sequence[str], np: int, facts: LaunchFacts,
-                exported: Sequence[str]) -> tuple[str, ...]:
-    return (str(Path(facts.scripts_dir) / "horovodrun"), "--gloo", "-np", str(np),
-            "-H", f"localhost:{np}", *command)
-
-
-def _mpirun(command: Sequence[str], np: int, facts: LaunchFacts,
-            exported: Sequence[str]) -> tuple[str, ...]:
-    mpirun = _need_mpirun(facts)
-    if mpirun.flavour == "mpich":
-        # Hydra hands down the whole environment by itself.
-        return (mpirun.path, "-np", str(np), "-hosts", "localhost", "-ppn", str(np),
-                "-bind-to", "none", *command)
-    line = [mpirun.path]
-    if facts.is_root:
-        line.append("--allow-run-as-root")
-    # Two dashes throughout: Open MPI 5 does not know all options of 4 with one.
-    line += ["-np", str(np), "--host", f"localhost:{np}", "--bind-to", "none", "--map-by", "slot",
-             "--oversubscribe"]
-    # Naming the transports of one host saves the second in which MPI_Init probes the others.
-    shared_memory = "sm" if mpirun.major >= 5 else "vader"
-    line += ["--mca", "pml", "ob1", "--mca", "btl", f"self,{shared_memory},tcp"]
-    for name in exported:
-        line += ["-x", name]
-    return (*line, *command)
-
-
-COMMANDS: dict[str, Callable[[Sequence[str], int, LaunchFacts, Sequence[str]],
-                             tuple[str, ...]]] = {
-    "native": _native, "horovodrun": _horovodrun, "mpirun": _mpirun}

@@ -17,7 +17,14 @@ from dataclasses import dataclass
 
 from hvdtrain.errors import WorldError
 from hvdtrain.hosts import Slot, rank_variables
-from hvdtrain.runtime.network import Route, route_to
+from hvdtrain.world.network import (
+    NETWORK_VARIABLE,
+    Route,
+    check_wanted,
+    find_interface,
+    interfaces,
+    route_to,
+)
 from hvdtrain.world.rendezvous import RendezvousServer, gloo_variables, listen, serve
 from hvdtrain.world.rendezvous_server import TOKEN_PATH
 from hvdtrain.world.world import World
@@ -45,7 +52,8 @@ def bootstrap(world: World, environ: Mapping[str, str], *,
         world: A world whose `rendezvous` is `"bootstrap"`; with one of another kind nothing is
             done and the result is empty.
         environ: The environment: SLURM_JOB_ID and SLURM_STEP_ID tell this start from others,
-            HOROVOD_GLOO_IFACE names the interface where the routing table is wrong.
+            HOROVOD_GLOO_IFACE names the interface where the routing table is wrong, or
+            HVDTRAIN_NETWORK_INTERFACE several, and networks, of which the first that is here counts.
         timeout_s: Float, how long to wait for rank 0.
 
     Returns:
@@ -79,9 +87,25 @@ def start_bootstrap(world: World, environ: Mapping[str, str], *, timeout_s: floa
         port = server.port
     else:
         port = _find(world, seed, route, deadline)
-    interface = environ.get("HOROVOD_GLOO_IFACE") or route.interface
+    interface = _asked_interface(world, environ) or route.interface
     address = route.own_address if world.rank == 0 else route.address
     return Bootstrap(server=server, variables=_variables(world, interface, address, port))
+
+
+def _asked_interface(world: World, environ: Mapping[str, str]) -> str | None:
+    wanted = environ.get(NETWORK_VARIABLE, "")
+    if not wanted:
+        return environ.get("HOROVOD_GLOO_IFACE")
+    has = interfaces()
+    check_wanted(wanted.split(","))
+    found = find_interface(wanted.split(","), has)
+    if found is None:
+        listed = ", ".join(f"{name} ({address})" for name, address in has.items())
+        raise WorldError(
+            f"{world.host} has no network interface {wanted.replace(',', ' or ')}. It has: "
+            f"{listed}. Expected one of these, or a network such as 10.0.0.0/8, in "
+            f"{NETWORK_VARIABLE}.")
+    return found
 
 
 def candidate_ports(seed: str) -> list[int]:

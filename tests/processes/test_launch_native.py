@@ -252,7 +252,7 @@ def test_a_killed_agent_ends_the_job_and_leaves_nothing(mark: str) -> None:
     launcher = start_launcher(shell("echo up >&2; exec sleep 60", mark))
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     agent = [int(pid) for pid in children
-             if b"agent.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+             if b"hvdtrain-agent" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(agent[0], signal.SIGKILL)
     _, err = launcher.communicate(timeout=LIMIT_S)
     assert launcher.returncode == 137

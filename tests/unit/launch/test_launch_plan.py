@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import ConfigError, LaunchError
-from hvdtrain.launch.options import LaunchOptions
+from hvdtrain.launch.options import ElasticOptions, LaunchOptions
 from hvdtrain.launch.plan import LaunchPlan, make_plan
+from hvdtrain.launch.remote_shell import RemoteOptions
 from hvdtrain.launch.render import render
 from tests.launch_facts import MPICH, OPENMPI_4, facts
 
@@ -16,6 +17,13 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "launch"
 FIT = ("/opt/venv/bin/python", "-m", "hvdtrain", "fit", "job.toml", "--epochs", "3")
 NO_HOROVOD = {"horovod_ok": False, "horovod_gloo": False, "horovod_mpi_kind": None,
               "horovod_problem": "Horovod is not installed"}
+
+
+HOSTS = {"np": None, "hosts": "hosta:2,hostb:1,hostc:1"}
+REMOTE = HOSTS | {"network_interface": ("10.1.0.0/16", "ib0"), "remote": RemoteOptions(
+    port=2222, identity_file=Path("/keys/cluster"))}
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)",
+       "SLURM_NTASKS": "4"}
 
 
 def plan(environ: dict[str, str] | None = None, machine: dict[str, object] | None = None,
@@ -38,6 +46,22 @@ CASES: dict[str, dict[str, Any]] = {
     "mpich": {"collective": "mpi4py",
               "machine": {"mpirun": MPICH, "horovod_mpi_kind": "mpich"}},
     "no_horovod": {"machine": NO_HOROVOD},
+    "native_hosts": REMOTE,
+    "openmpi_5_hosts": REMOTE | {"starter": "mpirun", "env": ("NAME=two words",), "environ": {
+        "PATH": "/bin", "NCCL_DEBUG": "INFO", "HOROVOD_RANK": "0", "OTHER": "x"}},
+    "openmpi_4_hosts": REMOTE | {"starter": "mpirun", "machine": {"mpirun": OPENMPI_4}},
+    "mpich_hosts": HOSTS | {"collective": "mpi4py", "network_interface": ("ib0",), "machine": {
+        "mpirun": MPICH, "horovod_mpi_kind": "mpich"}},
+    "horovodrun_hosts": REMOTE | {
+        "starter": "horovodrun", "network_interface": ("ib0",), "elastic": ElasticOptions(
+            min_np=2, max_np=8, host_discovery_script=Path("./my hosts.sh"), slots_per_host=4,
+            elastic_timeout_s=60, reset_limit=3)},
+    "horovodrun_mpi": {"starter": "horovodrun", "collective": "horovod-mpi"},
+    "srun": {"np": None, "environ": JOB, "machine": {"srun": "/usr/bin/srun"}},
+    "srun_some": {"np": 3, "environ": JOB | {"SLURM_CPUS_PER_TASK": "6"},
+                  "network_interface": ("10.1.0.0/16",), "machine": {"srun": "/usr/bin/srun"}},
+    "srun_named_hosts": {"np": None, "hosts": "node2:3", "environ": JOB,
+                         "machine": {"srun": "/usr/bin/srun"}},
 }
 
 
@@ -83,7 +107,15 @@ def test_auto_takes_what_can_work(options: dict[str, Any], machine: dict[str, ob
     ({}, NO_HOROVOD | {"mpirun": None}, "Nothing here can reduce over 4 ranks"),
     ({"starter": "mpirun", "output": Path("x")}, {}, "Leave out --output"),
     ({"np": None}, {}, "number of ranks is not given"),
-    ({"hosts": "hosta:2,hostb:2"}, {}, r"not on hostb(.|\n)*horovodrun --gloo -np 4 -H hosta:2"),
+    ({"starter": "srun"}, {}, "no srun on PATH"),
+    ({"starter": "srun"}, {"srun": "/usr/bin/srun"}, "SLURM_JOB_ID is not set"),
+    ({"hosts": "hosta:2,localhost:2"}, {}, "hosta, localhost are the same host"),
+    ({"elastic": ElasticOptions(min_np=1)}, {}, "--min-np is an option of horovodrun"),
+    ({"starter": "horovodrun", "network_interface": ("10.0.0.0/8",)}, {}, "takes names"),
+    (REMOTE | {"starter": "mpirun", "remote": RemoteOptions(identity_file=Path("/my keys/k"))},
+     {}, "cannot pass the path '/my keys/k'"),
+    (REMOTE | {"starter": "horovodrun", "network_interface": (),
+               "remote": RemoteOptions(identity_file=Path("/k;reboot"))}, {}, "cannot pass"),
     ({"env": ("NOT_SET",)}, {}, "--env NOT_SET: the variable is not set here"),
 ])
 def test_what_cannot_work_is_refused_with_the_way_out(
@@ -93,7 +125,9 @@ def test_what_cannot_work_is_refused_with_the_way_out(
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"starter": "srun"}, "Unknown starter 'srun'.*native"),
+    ({"starter": "qsub"}, "Unknown starter 'qsub'.*native"),
+    ({"network_interface": ("10.0.0.0/99",)}, "--network-interface 10.0.0.0/99"),
+    ({"network_interface": ("two words",)}, "--network-interface is 'two words'"),
     ({"collective": "nccl"}, "Unknown collective 'nccl'"),
     ({"command": ()}, "nothing to start"),
     ({"hosts": "a:1", "hostfile": Path("f")}, "Both -H and --hostfile"),
@@ -118,13 +152,43 @@ def test_a_launch_inside_a_rank_is_refused(environ: dict[str, str]) -> None:
         plan(environ)
 
 
-def test_an_allocation_of_several_nodes_is_pointed_to_srun() -> None:
-    with pytest.raises(LaunchError, match=r"srun --mpi=none -n 4 /opt/venv/bin/python -m hvdtrain"):
-        plan({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"})
+def test_a_slurm_job_is_started_by_srun() -> None:
+    made = plan(JOB, {"srun": "/usr/bin/srun"}, np=None)
+    assert (made.starter, [slot.host for slot in made.slots]) == (
+        "srun", ["node1", "node1", "node2", "node2"])
 
 
-def test_an_allocation_of_one_node_is_used() -> None:
-    assert plan({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}).starter == "native"
+def test_more_ranks_than_tasks_are_refused_with_what_to_ask_slurm_for() -> None:
+    with pytest.raises(ConfigError, match=r"has 4 slots in all(.|\n)*sbatch --ntasks"):
+        plan(JOB, {"srun": "/usr/bin/srun"}, np=5)
+
+
+def test_a_host_outside_of_the_slurm_job_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"node9 is not a node of this Slurm job.*node1, node2"):
+        plan(JOB, {"srun": "/usr/bin/srun"}, np=None, hosts="node1:2,node9:2")
+
+
+def test_hosts_of_an_mpijob_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("job-worker-0.job-worker.ns.svc slots=2\njob-worker-1.job-worker.ns.svc "
+                        "slots=2\n", encoding="utf-8")
+    monkeypatch.setattr("hvdtrain.launch.places.MPIJOB_HOSTFILE", hostfile)
+    made = plan({"K_MPI_JOB_ROLE": "launcher"}, np=None)
+    assert (made.np, made.slots[3].host, made.start_timeout_s) == (
+        4, "job-worker-1.job-worker.ns.svc", 300.0)
+    assert plan({"K_MPI_JOB_ROLE": "worker"}, np=2).slots[0].host == "localhost"
+    assert plan({}, np=2).slots[0].host == "localhost"
+
+
+def test_a_kubexec_script_is_used_in_place_of_ssh(tmp_path: Path) -> None:
+    script = tmp_path / "kubexec.sh"
+    script.write_text('#!/bin/sh\nset -x\nPOD_NAME=$1\nshift\n/opt/kube/kubectl exec ${POD_NAME} '
+                      '--container main -- /bin/sh -c "$*"\n', encoding="utf-8")
+    made = plan({"OMPI_MCA_plm_rsh_agent": str(script)}, hosts="pod-0:4")
+    assert made.remote.kubectl == ("/opt/kube/kubectl", "--container", "main")
+    script.write_text("exec something else\n", encoding="utf-8")
+    with pytest.raises(LaunchError, match="holds no line"):
+        plan({"OMPI_MCA_plm_rsh_agent": str(script)}, hosts="pod-0:4")
 
 
 def test_values_of_the_user_stay() -> None:

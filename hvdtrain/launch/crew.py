@@ -1,0 +1,159 @@
+"""`Crew`: the agents of all hosts. No rank starts before every agent is up."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from hvdtrain.errors import MachineError
+from hvdtrain.hosts import rank_variables
+from hvdtrain.launch.link import LEASE_S, AgentLink, StartProcess
+from hvdtrain.launch.network import choose_interface, rendezvous_address
+from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.world.rendezvous import gloo_variables
+
+_ANSWER_LIMIT_S = 60.0
+"""For a host that takes the connection and says nothing more (a hanging home directory)."""
+_RETRY_S = 1.0
+_POLL_S = 0.1
+_REAP_S = 2.0
+
+# They belong to this host, this terminal or this login.
+_OF_THIS_HOST = {"HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_", "DISPLAY", "WINDOWID", "XAUTHORITY"}
+_OF_THIS_LOGIN = ("SSH_", "XDG_", "BASH_FUNC_", "DBUS_SESSION_")
+
+
+class Crew:
+    """One link per host of a plan."""
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        self._plan = plan
+        hosts = list(dict.fromkeys(slot.host for slot in plan.slots))
+        self._several = len(hosts) > 1
+        self.links = {
+            host: AgentLink(host, next((other for other in hosts if other != host), None),
+                            None if host in plan.local_hosts else plan.remote)
+            for host in hosts}
+
+    def bring_up(self, start: StartProcess, interrupted: Callable[[], bool]) -> bool:
+        """Start all agents and wait until each has told its facts.
+
+        Args:
+            start: Starts a process with pipes on its three streams.
+            interrupted: Tells whether to give up.
+
+        Returns:
+            False when it was interrupted.
+
+        Raises:
+            MachineError: Hosts that cannot be reached, each with the reason.
+        """
+        started = time.monotonic()
+        pending = dict(self.links)
+        problems: dict[str, str] = {}
+        while pending and not interrupted():
+            for link in pending.values():
+                link.start(start)
+            failed = self._await_facts(pending.values(), interrupted)
+            problems = {host: text for host, text in failed.items() if text}
+            pending = {host: self.links[host] for host in problems}
+            if problems and time.monotonic() - started > self._plan.start_timeout_s:
+                raise MachineError(_unreachable(problems, self._plan.start_timeout_s))
+            if problems:
+                time.sleep(_RETRY_S)
+        return not interrupted()
+
+    def send_work(self, env: Mapping[str, str], port: int) -> None:
+        """Tell each agent what to start.
+
+        Args:
+            env: The environment that all ranks share.
+            port: Of the rendezvous on this host.
+
+        Raises:
+            LaunchError: A host has no usable network interface.
+        """
+        ways = {host: self._way(link) for host, link in self.links.items()}
+        for host, link in self.links.items():
+            interface, address = ways[host]
+            shared = ({"NCCL_SOCKET_IFNAME": interface} | _for_host(env, link)
+                      | gloo_variables(address=address, port=port, interface=interface))
+            ranks = {slot.rank: shared | rank_variables(slot, self._plan.np)
+                     for slot in self._plan.slots if slot.host == host}
+            link.send_work({"command": self._plan.argv, "directory": os.getcwd(), "ranks": ranks,
+                            "grace_s": self._plan.grace_s, "lease_s": LEASE_S})
+
+    def send(self, message: dict[str, object]) -> None:
+        """Send a control message to every agent."""
+        for link in self.links.values():
+            link.send(message)
+
+    def close(self) -> None:
+        """Make every agent end what is left, and wait for them for a moment."""
+        for link in self.links.values():
+            link.close()
+        deadline = time.monotonic() + _REAP_S
+        for link in self.links.values():
+            link.reap(max(0.1, deadline - time.monotonic()))
+
+    def _way(self, link: AgentLink) -> tuple[str, str]:
+        """The interface of a host, and the rendezvous as seen from it."""
+        if link.facts is None:
+            raise RuntimeError(f"{link.host} has not told its facts")
+        address = "127.0.0.1" if link.is_local else rendezvous_address(link.host, link.facts)
+        if not self._several:
+            return "lo", address  # the ranks of one host talk over its loopback interface
+        return choose_interface(link.host, link.facts, self._plan.network_interface), address
+
+    @staticmethod
+    def _await_facts(links: Iterable[AgentLink],
+                     interrupted: Callable[[], bool]) -> dict[str, str]:
+        """For each host why it did not tell its facts, "" where it did."""
+        waiting = {link.host: link for link in links}
+        result: dict[str, str] = {}
+        deadline = time.monotonic() + _ANSWER_LIMIT_S
+        with selectors.DefaultSelector() as selector:
+            for link in waiting.values():
+                selector.register(link, selectors.EVENT_READ, link)
+            while waiting and not interrupted() and time.monotonic() < deadline:
+                for key, _ in selector.select(_POLL_S):
+                    link = key.data
+                    ended = link.read() is None
+                    if link.facts is not None or ended:
+                        selector.unregister(link)
+                        result[link.host] = "" if link.facts is not None else _why(link)
+                        del waiting[link.host]
+        for link in waiting.values():
+            link.reap(0.0)
+            result[link.host] = (f"no answer in {_ANSWER_LIMIT_S:g} s. Does a login script there "
+                                 "wait for something?")
+        return result
+
+
+def _why(link: AgentLink) -> str:
+    """Why an agent ended before it said anything."""
+    code = link.reap(_REAP_S)
+    words = "; ".join(link.last_words) or "it said nothing"
+    if code == 127:
+        return (f"{words}. Expected this Python at the same path there: a shared file system, "
+                "or the same installation on every host")
+    return f"exit code {code}, {words}"
+
+
+def _unreachable(problems: Mapping[str, str], waited_s: float) -> str:
+    lines = [f"  {host}: {text}" for host, text in problems.items()]
+    first = next(iter(problems))
+    after = f" after {waited_s:g} s" if waited_s else ""
+    return (f"{len(problems)} of the hosts cannot be used{after}, so no rank was started:\n"
+            + "\n".join(lines)
+            + f"\nExpected that this works without a question: ssh -o BatchMode=yes {first} true. "
+              f"`hvdtrain doctor -H {','.join(problems)}` looks closer.")
+
+
+def _for_host(env: Mapping[str, str], link: AgentLink) -> dict[str, str]:
+    if link.is_local:
+        return dict(env)
+    return {name: value for name, value in env.items()
+            if name not in _OF_THIS_HOST and not name.startswith(_OF_THIS_LOGIN)}

@@ -1,0 +1,53 @@
+"""Which network interface the ranks of each host use, and where they find the rendezvous."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.link import HostFacts
+from hvdtrain.world.network import find_interface, route_to
+
+
+def choose_interface(host: str, facts: HostFacts, wanted: Sequence[str]) -> str:
+    """The interface of a host for the traffic between the ranks.
+
+    Args:
+        host: String, the host, for errors.
+        facts: What its agent says.
+        wanted: Names or networks in order of preference; empty: the way to the other hosts.
+
+    Raises:
+        LaunchError: The host has none of `wanted`, or no way to the others is known.
+    """
+    has = ", ".join(f"{name} ({address})" for name, address in facts.interfaces.items())
+    found = find_interface(wanted, facts.interfaces)
+    if found is not None:
+        return found
+    if wanted:
+        raise LaunchError(
+            f"{host} has no network interface {' or '.join(wanted)}. It has: {has or 'none'}. "
+            "Expected one of these, or a network such as 10.0.0.0/8, in --network-interface.")
+    for address in (facts.own_address, facts.ssh_server):
+        name = next((n for n, a in facts.interfaces.items() if a == address), None)
+        if name is not None and name != "lo":
+            return name
+    raise LaunchError(
+        f"No network interface of {host} leads to the other hosts by their names. It has: "
+        f"{has or 'none'}. Name one: --network-interface NAME or NETWORK/BITS.")
+
+
+def rendezvous_address(host: str, facts: HostFacts) -> str:
+    """The address of this launcher as seen from another host.
+
+    Raises:
+        LaunchError: The name of the host cannot be resolved here.
+    """
+    if facts.ssh_client is not None and ":" not in facts.ssh_client:
+        return facts.ssh_client
+    try:
+        return route_to(host).own_address
+    except OSError as error:
+        raise LaunchError(
+            f"The address of {host} is not known here: {error}. Expected a name that this host "
+            "can resolve, because its ranks must reach the launcher.") from error
