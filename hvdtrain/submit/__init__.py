@@ -1,0 +1,1 @@
+"""Jobs for schedulers: Slurm batch scripts and Kubernetes manifests, as text; sbatch."""
