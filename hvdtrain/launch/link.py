@@ -26,7 +26,7 @@ from hvdtrain.launch.remote_shell import RemoteOptions, remote_command
 
 StartProcess = Callable[[Sequence[str]], subprocess.Popen[bytes]]
 
-LEASE_S = 15
+LEASE_S = 12
 """An agent that hears nothing for so long ends its ranks."""
 _PING_S = 3.0
 _STDERR_LINES = 5

@@ -84,7 +84,8 @@ class NativeJob:
             self._selector.register(inbox, selectors.EVENT_READ, lambda: self._signals(inbox))
             while len(self._ends) < self._plan.np and not self._gave_up:
                 for key, _ in self._selector.select(self._wait_s()):
-                    key.data()
+                    if key.fd in self._selector.get_map():  # an earlier event may have closed it
+                        key.data()
                 self._act_on_deadlines()
         finally:
             self._selector.close()
@@ -116,7 +117,9 @@ class NativeJob:
         for message, payload in messages or ():
             self._handle(link, message, payload)
         if messages is None:
-            self._selector.unregister(link)
+            for descriptor in (link.fileno(), link.stderr_fileno()):
+                if descriptor in self._selector.get_map():
+                    self._selector.unregister(descriptor)
             self._lose(link)
 
     def _handle(self, link: AgentLink, message: dict[str, Any], payload: bytes) -> None:

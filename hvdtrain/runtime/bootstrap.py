@@ -53,7 +53,7 @@ def bootstrap(world: World, environ: Mapping[str, str], *,
             done and the result is empty.
         environ: The environment: SLURM_JOB_ID and SLURM_STEP_ID tell this start from others,
             HOROVOD_GLOO_IFACE names the interface where the routing table is wrong, or
-            HVDTRAIN_NETWORK_INTERFACE several, and networks, of which the first that is here counts.
+            HVDTRAIN_NETWORK_INTERFACE names and networks, of which the first that is here counts.
         timeout_s: Float, how long to wait for rank 0.
 
     Returns:

@@ -178,8 +178,9 @@ class VirtualHosts:
             self._cap(name, rate)
 
     def interface(self, name: str, interface: str, address: str) -> None:
-        """Give a host one more network interface (a dummy, which leads nowhere)."""
-        _ip("-n", self._namespace(name), "link", "add", interface, "type", "dummy")
+        """Give a host one more network interface, which leads nowhere."""
+        _ip("-n", self._namespace(name), "link", "add", interface, "type", "veth", "peer",
+            "name", f"{interface}-end")
         _ip("-n", self._namespace(name), "addr", "add", address, "dev", interface)
         _ip("-n", self._namespace(name), "link", "set", interface, "up")
 

@@ -9,8 +9,8 @@ import pytest
 from hvdtrain.errors import WorldError
 from hvdtrain.runtime.bootstrap import bootstrap, candidate_ports, start_bootstrap
 from hvdtrain.runtime.meet import meet
-from hvdtrain.world.network import interface_of, route_to
 from hvdtrain.world import World, detect_world
+from hvdtrain.world.network import interface_of, route_to
 from hvdtrain.world.rendezvous import RendezvousServer, listen, scope_sizes, serve
 
 

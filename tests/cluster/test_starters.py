@@ -1,0 +1,120 @@
+"""Every starter on real hosts and in a real Slurm: each rank gets its place, and Horovod agrees."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.hosts import VirtualHosts
+from tests.cluster.slurm import PrivateSlurm
+
+ROOT = Path(__file__).resolve().parents[2]
+RANK = (sys.executable, str(ROOT / "tests" / "cluster" / "light_rank.py"))
+LAUNCH = (sys.executable, "-m", "hvdtrain", "launch")
+ENV = {"PYTHONPATH": str(ROOT), "OMPI_ALLOW_RUN_AS_ROOT": "1",
+       "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+PLACES = {0: ("hosta", [0, 3, 0, 2]), 1: ("hosta", [1, 3, 1, 2]), 2: ("hostb", [2, 3, 0, 1])}
+
+
+def ranks(done: subprocess.CompletedProcess[str]) -> dict[int, dict[str, Any]]:
+    """What the ranks printed, by rank."""
+    assert done.returncode == 0, done.stdout
+    found = [json.loads(text) for text in re.findall(r"\{\"place\".*?\}", done.stdout)]
+    for rank in found:
+        assert rank["place"] == rank["promised"], done.stdout
+    return {rank["place"][0]: rank for rank in found}
+
+
+def places(found: dict[int, dict[str, Any]]) -> dict[int, tuple[str, list[int]]]:
+    return {rank: (said["host"], said["place"]) for rank, said in found.items()}
+
+
+@pytest.mark.parametrize(("options", "starter", "mpi"), [
+    (["--starter", "native"], "native", False),
+    (["--starter", "mpirun"], "openmpi", True),
+    (["--starter", "horovodrun", "--network-interface", "eth0"], "horovodrun", False),
+    (["--starter", "horovodrun", "--collective", "horovod-mpi", "--network-interface", "eth0"],
+     "openmpi", True),
+])
+def test_ranks_on_two_hosts(hosts: VirtualHosts, options: list[str], starter: str, mpi: bool
+                            ) -> None:
+    found = ranks(hosts.run("hosta", [*LAUNCH, "-H", "hosta:2,hostb:1", "-v", *options, "--",
+                                      *RANK], cwd=ROOT, env=ENV, timeout=90))
+    assert places(found) == PLACES
+    assert {rank["cross"][0] for rank in found.values() if rank["host"] == "hostb"} == {1}
+    assert {(rank["starter"], rank["mpi"]) for rank in found.values()} == {(starter, mpi)}
+
+
+def test_mpirun_keeps_to_the_network_that_is_named(fragile_hosts: VirtualHosts) -> None:
+    """A second network that leads nowhere would hang the ranks."""
+    for name in ("hosta", "hostb"):
+        fragile_hosts.interface(name, "dead0", f"10.99.0.{ord(name[-1]) - 96}/24")
+    done = fragile_hosts.run("hosta", [
+        *LAUNCH, "-H", "hosta:2,hostb:1", "--starter", "mpirun", "--network-interface",
+        "10.77.0.0/24", "--", *RANK], cwd=ROOT, env=ENV, timeout=60)
+    assert places(ranks(done)) == PLACES
+
+
+def in_job(slurm: PrivateSlurm, words: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell command line in an allocation of 2 nodes with 2 tasks each."""
+    return slurm.run(["salloc", "-Q", "-N2", "--ntasks-per-node=2", *options, "bash", "-c", words],
+                     cwd=ROOT, env=ENV, timeout=90)
+
+
+FOUR = {0: ("hosta", [0, 4, 0, 2]), 1: ("hosta", [1, 4, 1, 2]), 2: ("hostb", [2, 4, 0, 2]),
+        3: ("hostb", [3, 4, 1, 2])}
+
+
+def test_launch_in_a_slurm_job_uses_srun_and_all_tasks(slurm: PrivateSlurm) -> None:
+    done = in_job(slurm, f"{' '.join(LAUNCH)} -- {' '.join(RANK)}")
+    found = ranks(done)
+    assert places(found) == FOUR
+    assert {rank["starter"] for rank in found.values()} == {"slurm"}
+
+
+def test_launch_in_a_slurm_job_places_some_ranks_as_planned(slurm: PrivateSlurm) -> None:
+    done = in_job(slurm, f"{' '.join(LAUNCH)} -np 3 -- {' '.join(RANK)}")
+    assert places(ranks(done)) == PLACES
+    done = in_job(slurm, f"{' '.join(LAUNCH)} -H hostb:3 -- {' '.join(RANK)}")
+    assert {rank["host"] for rank in ranks(done).values()} == {"hostb"}
+
+
+def test_srun_without_a_launcher(slurm: PrivateSlurm) -> None:
+    for mpi in ("none", "pmi2", "pmix"):
+        done = in_job(slurm, f"srun --mpi={mpi} {' '.join(RANK)}")
+        assert places(ranks(done)) == FOUR, mpi
+
+
+def test_srun_with_pmix_starts_horovod_over_mpi(slurm: PrivateSlurm) -> None:
+    line = (f"{' '.join(LAUNCH)} --starter srun --collective horovod-mpi -- "
+            f"{' '.join(RANK)} --bare")
+    found = ranks(in_job(slurm, line))
+    assert places(found) == FOUR
+    assert {rank["mpi"] for rank in found.values()} == {True}
+
+
+def test_mpirun_in_a_slurm_job(slurm: PrivateSlurm) -> None:
+    line = f"{' '.join(LAUNCH)} --starter mpirun -- {' '.join(RANK)}"
+    found = ranks(in_job(slurm, line))
+    assert places(found) == FOUR
+    assert {rank["starter"] for rank in found.values()} == {"openmpi"}
+
+
+def test_the_code_of_a_failing_task_is_that_of_the_launch(slurm: PrivateSlurm) -> None:
+    line = f"{' '.join(LAUNCH)} -- bash -c '[ $SLURM_PROCID = 2 ] && exit 7; sleep 60'"
+    assert in_job(slurm, line).returncode == 7
+
+
+def test_words_reach_the_tasks_of_srun_unchanged(slurm: PrivateSlurm, tmp_path: Path) -> None:
+    program = tmp_path / "show me.py"
+    program.write_text("import json, os, sys\nprint(json.dumps(['x', *sys.argv[1:], "
+                       "os.environ['A']]))\n", encoding="utf-8")
+    words = [str(program), "a b;c", "$(id)", "'\"", ""]
+    done = slurm.run(["salloc", "-Q", "-N2", "--ntasks-per-node=2", *LAUNCH, "-np", "1", "-x",
+                      "A=1,B=2; \"c\" 'd'", "--", sys.executable, *words], cwd=ROOT, env=ENV)
+    assert [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["x"')] == [
+        ["x", *words[1:], "1,B=2; \"c\" 'd'"]], done.stdout
