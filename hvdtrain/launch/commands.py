@@ -10,6 +10,7 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.hosts import Slot
 from hvdtrain.launch.facts import LaunchFacts, Mpirun
 from hvdtrain.launch.options import LaunchOptions
+from hvdtrain.launch.remote_shell import RemoteOptions
 from hvdtrain.launch.starters import NEEDS_MPI, need_mpirun
 
 
@@ -51,7 +52,7 @@ def _native(request: Request) -> tuple[str, ...]:
 def _srun(request: Request) -> tuple[str, ...]:
     options = request.options
     line = [request.facts.srun or "srun", f"--mpi={_srun_mpi(request)}", "--kill-on-bad-exit=1",
-            "--export=ALL", "--cpu-bind=none", f"--ntasks={len(request.slots)}"]
+            "--export=ALL", "--label", "--cpu-bind=none", f"--ntasks={len(request.slots)}"]
     if options.np is not None or options.hosts is not None or options.hostfile is not None:
         # Slurm spreads fewer tasks than it has in ways of its own.
         line += ["--distribution=arbitrary",
@@ -98,7 +99,7 @@ def _mpirun(request: Request) -> tuple[str, ...]:
         line.append("--allow-run-as-root")
     # Two dashes throughout: Open MPI 5 does not know all options of 4 with one.
     line += ["-np", str(len(request.slots)), "--host", request.host_list, "--bind-to", "none",
-             "--map-by", "slot", "--oversubscribe"]
+             "--map-by", "slot", "--oversubscribe", "--tag-output"]
     # Naming the transports saves the second in which MPI_Init probes the others.
     line += ["--mca", "pml", "ob1", "--mca", "btl", f"self,{'sm' if modern else 'vader'},tcp"]
     if request.has_other_hosts:
@@ -116,18 +117,24 @@ def _openmpi_remote(options: LaunchOptions, *, modern: bool) -> list[str]:
         networks = ",".join(options.network_interface)
         line += ["--mca", "btl_tcp_if_include", networks,
                  daemons, "prte_if_include" if modern else "oob_tcp_if_include", networks]
+    return [*line, daemons, "plm_ssh_args" if modern else "plm_rsh_args",
+            openmpi_ssh_args(options.remote)]
+
+
+def openmpi_ssh_args(remote: RemoteOptions) -> str:
+    """The options of ssh as one text, which Open MPI cuts at blanks."""
     words = ["-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new"]
-    if options.remote.port is not None:
-        words += ["-p", str(options.remote.port)]
-    if options.remote.identity_file is not None:
-        words += ["-i", _without_spaces(options.remote.identity_file, "mpirun")]
-    return [*line, daemons, "plm_ssh_args" if modern else "plm_rsh_args", " ".join(words)]
+    if remote.port is not None:
+        words += ["-p", str(remote.port)]
+    if remote.identity_file is not None:
+        words += ["-i", _without_spaces(remote.identity_file, "mpirun")]
+    return " ".join(words)
 
 
 def _hydra(request: Request, mpirun: Mpirun) -> list[str]:
     """MPICH and Intel MPI; they hand down the whole environment by themselves."""
     hosts = request.hosts
-    line = [mpirun.path, "-np", str(len(request.slots))]
+    line = [mpirun.path, "-l", "-np", str(len(request.slots))]
     if len(set(hosts.values())) == 1:
         line += ["-hosts", ",".join(hosts), "-ppn", str(next(iter(hosts.values())))]
     else:

@@ -52,6 +52,11 @@ class Console:
         elif rest:
             self._open_lines[rank, stream] = rest
 
+    def pass_on(self, stream: str, text: str) -> None:
+        """A line of the starter's own."""
+        if not is_noise(text) or self._verbose:
+            self._write(stream, f"{text}\n")
+
     def finish(self, rank: int) -> None:
         """Show what a rank that has ended left without a line end."""
         for stream in ("stdout", "stderr"):

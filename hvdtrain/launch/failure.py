@@ -96,24 +96,33 @@ def describe(cause: RankEnd, ends: Mapping[int, RankEnd], *, np: int, started_s:
     """The report, as lines: who failed, what became of the others, the last lines of output."""
     if np > 1 and _alike(ends, np):
         return [f"all {np} ranks failed alike: {cause.manner}"]
-    lines = [f"rank {cause.rank} on {cause.host} failed {cause.time_s - started_s:.1f} s after "
-             f"the start: {cause.manner}"]
-    if cause.code == -signal.SIGKILL:
-        lines.append("SIGKILL comes from outside: out of memory (see dmesg), a scheduler, a person")
+    lines, last = name_cause(cause, started_s=started_s), last_lines(cause, log)
+    others = Counter(_fate(ends.get(rank)) for rank in range(np) if rank != cause.rank)
     if cause.secondary:
         left = [str(end.rank) for end in ends.values() if not end.failed]
         lines.append("every failure seen is of the kind 'another rank has gone'; ranks that left "
                      f"early with code 0: {', '.join(left) or 'none'}")
-    others = Counter(_fate(ends.get(rank)) for rank in range(np) if rank != cause.rank)
     if others:
         lines.append("the others: " + ", ".join(f"{n} {fate}" for fate, n in others.items()))
-    # An error of the user's is told by the first line already.
-    told = cause.record is not None and cause.tail[-1:] and cause.tail[-1].startswith("hvdtrain: ")
-    if cause.tail and not told:
-        lines.append(f"the last lines of rank {cause.rank}"
-                     + (f" (all of them in {log})" if log else "") + ":")
-        lines += [f"  | {line}" for line in cause.tail]
+    return lines + last
+
+
+def name_cause(cause: RankEnd, *, started_s: float) -> list[str]:
+    """Which rank failed, when and how."""
+    lines = [f"rank {cause.rank} on {cause.host} failed {cause.time_s - started_s:.1f} s after "
+             f"the start: {cause.manner}"]
+    if cause.code == -signal.SIGKILL:
+        lines.append("SIGKILL comes from outside: out of memory (see dmesg), a scheduler, a person")
     return lines
+
+
+def last_lines(cause: RankEnd, log: str | None) -> list[str]:
+    """What the rank wrote last, unless the first line of the report tells it already."""
+    told = cause.record is not None and cause.tail[-1:] and cause.tail[-1].startswith("hvdtrain: ")
+    if not cause.tail or told:
+        return []
+    where = f" (all of them in {log})" if log else ""
+    return [f"the last lines of rank {cause.rank}{where}:", *(f"  | {t}" for t in cause.tail)]
 
 
 def _alike(ends: Mapping[int, RankEnd], np: int) -> bool:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.hosts import Slot
-from hvdtrain.launch.commands import COMMANDS, Request, local_hosts
-from hvdtrain.launch.facts import LaunchFacts
+from hvdtrain.launch.commands import COMMANDS, Request, local_hosts, openmpi_ssh_args
+from hvdtrain.launch.facts import LaunchFacts, Mpirun
 from hvdtrain.launch.options import LaunchOptions
 from hvdtrain.launch.places import allocation_hosts, in_allocation, in_mpijob, place_ranks
 from hvdtrain.launch.remote_shell import RemoteOptions, kubectl_of
@@ -65,7 +65,7 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str],
     slots = place_ranks(options, environ)
     starter, notes = choose_starter(options, facts, len(slots),
                                     in_allocation=in_allocation(environ))
-    _check_places(options, environ, facts, starter, slots)
+    _check_places(environ, facts, starter, slots)
     user = _user_env(options, environ)
     env = _starter_env(starter, options, environ, facts, slots) | user
     request = Request(options=options, slots=slots, facts=facts, exported=tuple(sorted(user)))
@@ -87,13 +87,9 @@ def _start_timeout_s(options: LaunchOptions, environ: Mapping[str, str]) -> floa
     return _MPIJOB_START_S if in_mpijob(environ) else 0.0
 
 
-def _check_places(options: LaunchOptions, environ: Mapping[str, str], facts: LaunchFacts,
-                  starter: str, slots: tuple[Slot, ...]) -> None:
-    """What a starter cannot do with the hosts or the output that were asked for."""
-    if options.output is not None and starter != "native":
-        raise LaunchError(
-            f"--output writes a log file per rank with the native starter only, but the starter "
-            f"is {starter}. Leave out --output, or use --starter native.")
+def _check_places(environ: Mapping[str, str], facts: LaunchFacts, starter: str,
+                  slots: tuple[Slot, ...]) -> None:
+    """What a starter cannot do with the hosts that were asked for."""
     local = local_hosts(facts)
     if len({slot.host for slot in slots} & local) > 1:
         named = ", ".join(sorted({slot.host for slot in slots} & local))
@@ -156,4 +152,15 @@ def _starter_env(starter: str, options: LaunchOptions, environ: Mapping[str, str
     if starter == "srun" and "SLURM_CPUS_PER_TASK" in environ:
         # Since Slurm 22.05 a step does not take this from its job.
         defaults["SRUN_CPUS_PER_TASK"] = environ["SLURM_CPUS_PER_TASK"]
-    return {name: value for name, value in defaults.items() if name not in environ}
+    defaults = {name: value for name, value in defaults.items() if name not in environ}
+    if starter == "horovodrun" and options.collective == "horovod-mpi" and facts.mpirun:
+        return defaults | _horovodrun_mpi_env(options, environ, facts.mpirun)
+    return defaults
+
+
+def _horovodrun_mpi_env(options: LaunchOptions, environ: Mapping[str, str],
+                        mpirun: Mpirun) -> dict[str, str]:
+    """It looks for mpirun on PATH only, and knows the ssh options of old Open MPI only."""
+    args = "PRTE_MCA_plm_ssh_args" if mpirun.major >= 5 else "OMPI_MCA_plm_rsh_args"
+    return {"PATH": f"{Path(mpirun.path).parent}:{environ.get('PATH', '/usr/bin:/bin')}",
+            args: openmpi_ssh_args(options.remote)}

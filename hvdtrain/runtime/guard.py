@@ -67,7 +67,8 @@ class Guard:
         else:
             traceback.print_exception(error)
         interrupted = isinstance(error, KeyboardInterrupt)
-        self._tell(type(error).__name__, str(error), primary=not (secondary or interrupted))
+        self._tell(type(error).__name__, str(error), code,
+                   primary=not (secondary or interrupted))
         _flush()
         if secondary and not self.stop.requested:
             time.sleep(_SECONDARY_WAIT_S)
@@ -97,15 +98,15 @@ class Guard:
         message = "" if isinstance(error.code, int) else str(error.code)
         if message:
             sys.stderr.write(f"{message}\n")
-        self._tell("SystemExit", message or str(code), primary=not self.stop.requested)
+        self._tell("SystemExit", message or str(code), code, primary=not self.stop.requested)
         _flush()
         os._exit(code)
 
-    def _tell(self, error: str, message: str, *, primary: bool) -> None:
+    def _tell(self, error: str, message: str, code: int, *, primary: bool) -> None:
         if self._report:
             record = FailureRecord(rank=self._world.rank, host=self._world.host,
                                    time_s=time.time(), error=error,
-                                   message=message[:_MESSAGE_CHARS], primary=primary)
+                                   message=message[:_MESSAGE_CHARS], primary=primary, code=code)
             sys.stderr.write(record.to_line())
 
 

@@ -32,6 +32,8 @@ class FailureRecord:
     message: str
     primary: bool
     """False where another rank's end is the cause."""
+    code: int = 1
+    """The exit code that it leaves with."""
 
     def to_line(self) -> str:
         """The line, with its line end."""

@@ -14,7 +14,7 @@ from tests.cluster.slurm import PrivateSlurm
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = (sys.executable, str(ROOT / "tests" / "cluster" / "light_rank.py"))
-LAUNCH = (sys.executable, "-m", "hvdtrain", "launch")
+LAUNCH = (sys.executable, "-m", "hvdtrain", "launch", "-v")
 ENV = {"PYTHONPATH": str(ROOT), "OMPI_ALLOW_RUN_AS_ROOT": "1",
        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 PLACES = {0: ("hosta", [0, 3, 0, 2]), 1: ("hosta", [1, 3, 1, 2]), 2: ("hostb", [2, 3, 0, 1])}
@@ -42,7 +42,7 @@ def places(found: dict[int, dict[str, Any]]) -> dict[int, tuple[str, list[int]]]
 ])
 def test_ranks_on_two_hosts(hosts: VirtualHosts, options: list[str], starter: str, mpi: bool
                             ) -> None:
-    found = ranks(hosts.run("hosta", [*LAUNCH, "-H", "hosta:2,hostb:1", "-v", *options, "--",
+    found = ranks(hosts.run("hosta", [*LAUNCH, "-H", "hosta:2,hostb:1", *options, "--",
                                       *RANK], cwd=ROOT, env=ENV, timeout=90))
     assert places(found) == PLACES
     assert {rank["cross"][0] for rank in found.values() if rank["host"] == "hostb"} == {1}
@@ -116,5 +116,6 @@ def test_words_reach_the_tasks_of_srun_unchanged(slurm: PrivateSlurm, tmp_path: 
     words = [str(program), "a b;c", "$(id)", "'\"", ""]
     done = slurm.run(["salloc", "-Q", "-N2", "--ntasks-per-node=2", *LAUNCH, "-np", "1", "-x",
                       "A=1,B=2; \"c\" 'd'", "--", sys.executable, *words], cwd=ROOT, env=ENV)
-    assert [json.loads(line) for line in done.stdout.splitlines() if line.startswith('["x"')] == [
+    found = re.findall(r"^\[0\] (\[.*)$", done.stdout, flags=re.MULTILINE)
+    assert [json.loads(line) for line in found] == [
         ["x", *words[1:], "1,B=2; \"c\" 'd'"]], done.stdout

@@ -105,7 +105,6 @@ def test_auto_takes_what_can_work(options: dict[str, Any], machine: dict[str, ob
     ({"collective": "horovod-gloo", "starter": "mpirun"}, {}, "Use --starter native"),
     ({"starter": "horovodrun"}, NO_HOROVOD, "horovodrun needs Horovod"),
     ({}, NO_HOROVOD | {"mpirun": None}, "Nothing here can reduce over 4 ranks"),
-    ({"starter": "mpirun", "output": Path("x")}, {}, "Leave out --output"),
     ({"np": None}, {}, "number of ranks is not given"),
     ({"starter": "srun"}, {}, "no srun on PATH"),
     ({"starter": "srun"}, {"srun": "/usr/bin/srun"}, "SLURM_JOB_ID is not set"),

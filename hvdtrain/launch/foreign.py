@@ -1,0 +1,220 @@
+"""mpirun, horovodrun and srun as starters: their output is read, their end is made certain.
+
+Each of them marks the lines of the ranks in a way of its own; read back, ranks look the same on
+the screen and in log files under every starter, and the rank that failed is known.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.console import Console
+from hvdtrain.launch.failure import RankEnd, first_failure, last_lines, name_cause, signal_name
+from hvdtrain.launch.native import EXIT_TIMEOUT
+from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.signals import SignalInbox
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_POLL_S = 0.1
+_LAST_WORDS_S = 0.5
+_FAILURE_GRACE_S = 10.0
+"""How long a starter may take to end a job of which a rank has said that it failed."""
+_LINES = {
+    "srun": re.compile(rb" *(?P<rank>\d+): (?P<text>.*)"),
+    "horovodrun": re.compile(rb"\[(?P<rank>\d+)\]<(?P<stream>stdout|stderr)>: ?(?P<text>.*)"),
+    # Open MPI 4 and 5, with the job before the rank; hydra's -l.
+    "mpirun": re.compile(rb"\[(?:[^,\]]+,)?(?P<rank>\d+)\]"
+                         rb"(?:<(?P<stream>stdout|stderr)>:)? ?(?P<text>.*)"),
+}
+_SRUN_TASK = re.compile(r"srun: error: \S+: tasks? (?P<rank>\d+)\S*: (?:Exited with exit code "
+                        r"(?P<code>\d+)|(?P<killed>Killed|Segmentation fault|Aborted))")
+_SRUN_SIGNALS = {"Killed": signal.SIGKILL, "Segmentation fault": signal.SIGSEGV,
+                 "Aborted": signal.SIGABRT}
+
+
+class ForeignJob:
+    """One job under another starter."""
+
+    def __init__(self, plan: LaunchPlan, console: Console) -> None:
+        self._plan = plan
+        self._console = console
+        self._line = _LINES[plan.starter]
+        self._rest = {"stdout": b"", "stderr": b""}
+        self._started_s = time.time()
+        self._ends: dict[int, RankEnd] = {}
+        self._limit = None if plan.timeout_s is None else time.monotonic() + plan.timeout_s
+        self._kill_at: float | None = None
+        self._stopped_by = 0
+        self._stopped_s: float | None = None
+        self._timed_out = False
+
+    def run(self, env: Mapping[str, str], inbox: SignalInbox) -> int:
+        """Start the starter and stay to its end, which leaves no process on this host.
+
+        Args:
+            env: The environment of the starter.
+            inbox: The signals for this process.
+
+        Returns:
+            The exit code of the job.
+
+        Raises:
+            LaunchError: The starter cannot be started.
+        """
+        libc, before = ctypes.CDLL(None), _children()
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphans of the starter come to this process
+        try:
+            # Should this launcher be killed, the kernel tells the starter to end.
+            process = subprocess.Popen(
+                self._plan.argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, start_new_session=True,
+                preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM))
+        except OSError as error:
+            raise LaunchError(f"The starter {self._plan.argv[0]} cannot be started: {error}. "
+                              "Install it, or use --starter native.") from error
+        try:
+            self._serve(process, inbox)
+        finally:
+            _kill_descendants(process, before)
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+        return self._report(process.returncode)
+
+    def _serve(self, process: subprocess.Popen[bytes], inbox: SignalInbox) -> None:
+        pidfd = os.pidfd_open(process.pid)
+        with selectors.DefaultSelector() as selector:
+            for name in self._rest:
+                selector.register(getattr(process, name), selectors.EVENT_READ, name)
+            selector.register(inbox, selectors.EVENT_READ)
+            selector.register(pidfd, selectors.EVENT_READ)
+            while process.poll() is None:
+                for key, _ in selector.select(_POLL_S):
+                    if key.data is not None and not self._read(key.data, key.fd):
+                        selector.unregister(key.fileobj)
+                self._act(process, inbox)
+            selector.unregister(pidfd)
+            selector.unregister(inbox)
+            # What was written before the end; a process that is left may hold the pipes open.
+            while selector.get_map():
+                events = selector.select(_LAST_WORDS_S)
+                for key, _ in events:
+                    if not self._read(key.data, key.fd):
+                        selector.unregister(key.fileobj)
+                if not events:
+                    break
+        os.close(pidfd)
+        for rank in range(self._plan.np):
+            self._console.finish(rank)
+
+    def _act(self, process: subprocess.Popen[bytes], inbox: SignalInbox) -> None:
+        """Pass on signals, keep the limits."""
+        now = time.monotonic()
+        for number in inbox.take():
+            process.send_signal(number)
+            if number in (signal.SIGINT, signal.SIGTERM):
+                self._stopped_by, self._kill_at = number, now + self._plan.grace_s
+                self._stopped_s = time.time()
+        if self._limit is not None and now >= self._limit and not self._timed_out:
+            self._console.say(f"the limit of {self._plan.timeout_s:g} s is over")
+            process.terminate()
+            self._timed_out, self._kill_at = True, now + self._plan.grace_s
+        if self._kill_at is None and any(not end.secondary for end in self._ends.values()):
+            self._kill_at = now + _FAILURE_GRACE_S
+        if self._kill_at is not None and now >= self._kill_at:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def _read(self, stream: str, descriptor: int) -> bool:
+        data = os.read(descriptor, 1 << 18)
+        *lines, self._rest[stream] = (self._rest[stream] + data).split(b"\n")
+        if not data and self._rest[stream]:
+            lines, self._rest[stream] = [*lines, self._rest[stream]], b""
+        for line in lines:
+            self._take(stream, line)
+        return bool(data)
+
+    def _take(self, stream: str, line: bytes) -> None:
+        found = self._line.fullmatch(line)
+        rank = int(found["rank"]) if found else -1
+        if found is None or rank >= self._plan.np:
+            self._take_of_starter(stream, line)
+            return
+        named = found.groupdict().get("stream")
+        self._console.feed(rank, named.decode() if named else stream, found["text"] + b"\n")
+        record = self._console.record(rank)
+        if record is not None and rank not in self._ends:
+            self._ends[rank] = self._end(rank, record.code, record.time_s)
+
+    def _take_of_starter(self, stream: str, line: bytes) -> None:
+        text = line.decode(errors="replace")
+        found = _SRUN_TASK.match(text) if self._plan.starter == "srun" else None
+        if found is not None and int(found["rank"]) not in self._ends:
+            killed = found["killed"]
+            code = -_SRUN_SIGNALS[killed] if killed else int(found["code"])
+            self._ends[int(found["rank"])] = self._end(int(found["rank"]), code, time.time())
+        self._console.pass_on(stream, text)
+
+    def _end(self, rank: int, code: int, time_s: float) -> RankEnd:
+        return RankEnd(rank=rank, host=self._plan.slots[rank].host, code=code, time_s=time_s,
+                       record=self._console.record(rank), tail=self._console.tail(rank))
+
+    def _report(self, code: int) -> int:
+        """Say how it ended, and give the exit code."""
+        if self._timed_out:
+            return EXIT_TIMEOUT
+        if code == 0:
+            return 0
+        ends = [self._end(end.rank, end.code, end.time_s) for end in self._ends.values()]
+        cause = first_failure(ends, self._stopped_s)
+        if self._stopped_by and (cause is None or cause.time_s > (self._stopped_s or 0.0)):
+            # mpirun answers every signal with 1; any other code was chosen by a rank.
+            chosen = [end.code for end in ends if end.code > 0]
+            if chosen:
+                return chosen[0]
+            return 128 + self._stopped_by if code == 1 else _shell(code)
+        if cause is not None:
+            log = self._console.log_path(cause.rank)
+            for line in name_cause(cause, started_s=self._started_s) + last_lines(cause, log):
+                self._console.say(line)
+            return cause.exit_code
+        if code < 0:
+            self._console.say(f"{self._plan.starter} was killed by {signal_name(-code)}")
+        return _shell(code)
+
+
+def _shell(code: int) -> int:
+    return 128 - code if code < 0 else code
+
+
+def _kill_descendants(process: subprocess.Popen[bytes], before: set[int]) -> None:
+    """End the starter, and what it has left behind on this host."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    while orphans := _children() - before:  # those of a killed one come in the next round
+        for pid in orphans:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _children() -> set[int]:
+    """The processes whose parent is this one."""
+    found: set[int] = set()
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError), open(f"/proc/self/task/{task}/children", encoding="ascii") as file:
+            found.update(map(int, file.read().split()))
+    return found
