@@ -1,6 +1,7 @@
 """What `hvdtrain slurm --submit` writes, on a real Slurm of two nodes: start, stop, go on."""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,9 @@ from hvdtrain.submit.slurm_script import directive
 from tests.cluster.slurm import PrivateSlurm
 
 SLURM = (sys.executable, "-m", "hvdtrain", "slurm")
-JOB = Path(__file__).resolve().parents[2] / "examples" / "digits_mlp.toml"
+ROOT = Path(__file__).resolve().parents[2]
+JOB = ROOT / "examples" / "digits_mlp.toml"
+READY = ROOT / "scripts" / "slurm"
 
 # Writes what this rank is, and was given, to seen/JOB.RESTARTS.RANK.
 SEEN = """
@@ -216,3 +219,24 @@ def test_a_stopped_fit_ends_as_one_that_was_not(slurm: PrivateSlurm, tmp_path: P
     losses = {line["epoch"]: line["loss"] for line in history(stopped)}
     expected = {line["epoch"]: line["loss"] for line in history(whole)}
     assert losses == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["cpu_2_nodes", "preemptible"])
+def test_slurm_takes_a_ready_script(slurm: PrivateSlurm, name: str) -> None:
+    done = slurm.run(["sbatch", "--test-only", str(READY / f"{name}.sbatch")])
+    assert done.returncode == 0, done.stdout
+    assert "to start at" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_ready_script_trains_from_a_checkout(slurm: PrivateSlurm, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(JOB.parent)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = slurm.run(["sbatch", "--parsable", str(READY / "cpu_2_nodes.sbatch")], cwd=tmp_path,
+                     env={"PATH": path})
+    job = int(done.stdout)
+    assert slurm.wait(job, timeout=200)["JobState"] == "COMPLETED", log(tmp_path, job)
+    lines = (tmp_path / "runs/digits_mlp/metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 15
+    assert json.loads(lines[-1])["val_accuracy"] > 0.9
+    assert "4: 0-1 on hosta" in log(tmp_path, job)
