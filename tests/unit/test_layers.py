@@ -14,6 +14,7 @@ LAYERS = {
     "base": ("errors", "log", "optional"),
     "facts": ("config", "hosts", "world", "job", "horovod_check"),
     "driver": ("launch", "submit"),
+    "doctor": ("doctor",),
     "runtime": ("runtime",),
     "collectives": ("collectives",),
     "data": ("data",),
@@ -21,13 +22,14 @@ LAYERS = {
     "zoo": ("zoo",),
     "build": ("build_horovod",),
     "train": ("train", "session"),
-    "entry": ("entry", "run", "rank_main"),
+    "entry": ("entry", "run", "rank_main", "doctor.allreduce_probe"),
     "top": ("cli", "__init__", "__main__"),
 }
 ALLOWED = {
     "base": set(),
     "facts": {"base"},
     "driver": {"base", "facts"},
+    "doctor": {"base", "facts", "driver"},
     "runtime": {"base", "facts"},
     "collectives": {"base", "facts", "runtime"},
     "data": {"base", "facts", "collectives"},
@@ -44,9 +46,10 @@ HEAVY = ("tensorflow", "keras", "numpy", "horovod", "mpi4py", "sklearn")
 def layer_of(module):
     parts = module.split(".")
     name = parts[1] if len(parts) > 1 else "__init__"
-    for layer, names in LAYERS.items():
-        if name in names:
-            return layer
+    for wanted in (".".join(parts[1:3]), name):  # a program of ranks stands beside its starter
+        for layer, names in LAYERS.items():
+            if wanted in names:
+                return layer
     raise AssertionError(f"{module} belongs to no layer: add it to LAYERS")
 
 
@@ -97,6 +100,7 @@ def loaded_after(statement):
 
 @pytest.mark.parametrize("statement", [
     "import hvdtrain", "import hvdtrain.cli.main", "import hvdtrain.launch.execute",
+    "import hvdtrain.doctor.show",
     "from hvdtrain.job import read_job_file",
 ])
 def test_the_driver_loads_nothing_heavy(statement):

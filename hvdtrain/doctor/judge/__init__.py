@@ -1,0 +1,1 @@
+"""From facts to findings: pure functions, one for each check."""
