@@ -8,10 +8,11 @@ standard input, so that nothing need be installed there to see why a rank cannot
 3. Reads a line with a size, and so many bytes of JSON with the work: command, directory, ranks
    with their environments, grace_s, lease_s.
 4. Reads lines `{"signal": N}` for every rank, `{"pause": true}`, and `{}` as a sign of life. Writes
-   JSON lines `start`, `exit`, and `output` followed by as many bytes as it says.
+   JSON lines `exit`, and `output` followed by as many bytes as it says.
 
 When standard input closes, or brings nothing for `lease_s`, the launcher has gone, however it
-ended: the ranks get SIGTERM, then SIGKILL.
+ended: the ranks get SIGTERM, then SIGKILL. When the agent itself is killed, a second process, the
+keeper, kills them.
 
 Rules learnt by failure: each rank leads a session, and its whole group is killed when it ends
 (data-loader workers); its end is awaited by pidfd, not by its pipes, which a child may hold open.
@@ -45,8 +46,9 @@ _CUT_OFF_GRACE_S = 3.0
 class Agent:
     """The ranks of this host."""
 
-    def __init__(self, work: dict[str, Any]) -> None:
+    def __init__(self, work: dict[str, Any], keeper: int) -> None:
         self._work = work
+        self._keeper = keeper
         self._selector = selectors.DefaultSelector()
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
         self._kill_at: float | None = None
@@ -91,7 +93,7 @@ class Agent:
                    "reason": f"cannot be started: {error}"})
             return
         self._ranks[rank] = process
-        _send({"type": "start", "rank": rank, "pid": process.pid})
+        self._tell_keeper(f"+{process.pid}")
         for stream in (process.stdout, process.stderr):
             if stream is not None:
                 os.set_blocking(stream.fileno(), False)
@@ -112,6 +114,7 @@ class Agent:
         code = process.wait()
         del self._ranks[rank]
         _signal_group(process.pid, signal.SIGKILL)
+        self._tell_keeper(f"-{process.pid}")
         self._selector.unregister(pidfd)
         os.close(pidfd)
         for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
@@ -126,6 +129,10 @@ class Agent:
                         break
             stream.close()
         _send({"type": "exit", "rank": rank, "code": code, "time": at, "reason": ""})
+
+    def _tell_keeper(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._keeper, f"{text}\n".encode())
 
     def _read_control(self) -> None:
         data = os.read(0, _CHUNK)
@@ -196,6 +203,28 @@ def _write(data: bytes) -> None:
         pass  # the launcher has gone; standard input says so too
 
 
+def _start_keeper() -> int:
+    """Fork the keeper; returns where to tell it `+GROUP` and `-GROUP`."""
+    read_end, write_end = os.pipe()
+    if os.fork():
+        os.close(read_end)
+        return write_end
+    os.close(write_end)
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):  # ssh would wait for them to be closed
+        os.dup2(null, descriptor)
+    groups: set[int] = set()
+    told = b""
+    while data := os.read(read_end, _CHUNK):
+        *lines, told = (told + data).split(b"\n")
+        for line in lines:
+            (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))
+    for group in groups:
+        _signal_group(group, signal.SIGKILL)
+    os._exit(0)
+
+
 def _ignore(number: int, frame: object) -> None:
     """A handler, not SIG_IGN: that would be inherited by the ranks."""
 
@@ -263,7 +292,7 @@ def main() -> None:
              "ssh_client": connection[0] if connection else None,
              "ssh_server": connection[2] if len(connection) > 2 else None}
     _write(MARK + json.dumps(facts).encode() + b"\n")
-    Agent(_read_work()).run()
+    Agent(_read_work(), _start_keeper()).run()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import selectors
 import signal
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +45,6 @@ class NativeJob:
         self._console = console
         self._started_s = time.time()
         self._ends: dict[int, RankEnd] = {}
-        self._pids: dict[int, int] = {}
         self._deadlines: dict[str, float] = {}
         self._why_stopped = ""
         self._stopped_s: float | None = None
@@ -126,8 +124,6 @@ class NativeJob:
         rank = message["rank"]
         if message["type"] == "output":
             self._console.feed(rank, message["stream"], payload)
-        elif message["type"] == "start":
-            self._pids[rank] = message["pid"]
         else:
             offset_s = link.facts.clock_offset_s if link.facts is not None else 0.0
             self._ended(rank, message["code"], message["time"], message["reason"], offset_s)
@@ -151,11 +147,6 @@ class NativeJob:
                 if slot.host == link.host and slot.rank not in self._ends]
         if not left:
             return
-        if link.is_local:
-            # The ranks got SIGKILL from the kernel, their children did not.
-            for rank in left:
-                with suppress(KeyError, ProcessLookupError, PermissionError):
-                    os.killpg(self._pids[rank], signal.SIGKILL)
         code = -signal.SIGKILL if link.is_local else EXIT_HOST_LOST
         reason = "its agent ended unexpectedly"
         if not link.is_local:

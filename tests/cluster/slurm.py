@@ -117,10 +117,15 @@ class PrivateSlurm:
                 os.kill(int(pid_file.read_text()), signal.SIGTERM)
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    @property
+    def conf(self) -> str:
+        """The value of SLURM_CONF."""
+        return str(self._folder / "slurm.conf")
+
     def run(self, argv: Sequence[str], *, timeout: float = 60.0, cwd: Path | str | None = None,
             env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command on the first node, where sbatch, srun and squeue work."""
-        environ = {**(env or {}), "SLURM_CONF": str(self._folder / "slurm.conf")}
+        environ = {**(env or {}), "SLURM_CONF": self.conf}
         return self.hosts.run(self.nodes[0], argv, timeout=timeout, cwd=cwd, env=environ)
 
     def submit(self, script: Path, *options: str, cwd: Path | str | None = None) -> int:
@@ -183,7 +188,7 @@ class PrivateSlurm:
             raise NotPermittedError(f"munged did not start: {done.stderr}")
 
     def _start(self, node: str, daemon: str, *options: str) -> None:
-        environ = {**os.environ, "SLURM_CONF": str(self._folder / "slurm.conf")}
+        environ = {**os.environ, "SLURM_CONF": self.conf}
         self._daemons.append(subprocess.Popen(
             self.hosts.enter(node, [program(daemon) or daemon, *options]), env=environ,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
