@@ -11,6 +11,8 @@ EXIT_RUN_FAILED = 1
 EXIT_USAGE = 2
 EXIT_MACHINE = 3
 EXIT_BUILD = 4
+EXIT_STOPPED = 75
+"""EX_TEMPFAIL of sysexits.h: stopped on request, to be submitted anew."""
 
 
 class HvdtrainError(Exception):

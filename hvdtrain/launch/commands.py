@@ -51,8 +51,9 @@ def _native(request: Request) -> tuple[str, ...]:
 
 def _srun(request: Request) -> tuple[str, ...]:
     options = request.options
-    line = [request.facts.srun or "srun", f"--mpi={_srun_mpi(request)}", "--kill-on-bad-exit=1",
-            "--export=ALL", "--label", "--cpu-bind=none", f"--ntasks={len(request.slots)}"]
+    line = [request.facts.srun or "srun", f"--mpi={_srun_mpi(request)}",
+            "--kill-on-bad-exit=0", "--wait=30", "--export=ALL", "--label",
+            "--cpu-bind=none", f"--ntasks={len(request.slots)}"]
     if options.np is not None or options.hosts is not None or options.hostfile is not None:
         # Slurm spreads fewer tasks than it has in ways of its own.
         line += ["--distribution=arbitrary",

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from hvdtrain.errors import LaunchError
+from hvdtrain.errors import EXIT_STOPPED, LaunchError
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import RankEnd, first_failure, last_lines, name_cause, signal_name
 from hvdtrain.launch.native import EXIT_TIMEOUT
@@ -28,6 +28,10 @@ _POLL_S = 0.1
 _LAST_WORDS_S = 0.5
 _FAILURE_GRACE_S = 10.0
 """How long a starter may take to end a job of which a rank has said that it failed."""
+_KILL_AFTER_S = 5.0
+_SRUN_PATIENCE_S = 1.0
+"""srun does not end a job itself (its --kill-on-bad-exit would also strike at ranks that stop on
+request, one after the other); this launcher does, after the others had time to fail."""
 _LINES = {
     "srun": re.compile(rb" *(?P<rank>\d+): (?P<text>.*)"),
     "horovodrun": re.compile(rb"\[(?P<rank>\d+)\]<(?P<stream>stdout|stderr)>: ?(?P<text>.*)"),
@@ -52,7 +56,8 @@ class ForeignJob:
         self._started_s = time.time()
         self._ends: dict[int, RankEnd] = {}
         self._limit = None if plan.timeout_s is None else time.monotonic() + plan.timeout_s
-        self._kill_at: float | None = None
+        self._end_at: float | None = None
+        self._terminated = False
         self._stopped_by = 0
         self._stopped_s: float | None = None
         self._timed_out = False
@@ -119,21 +124,35 @@ class ForeignJob:
 
     def _act(self, process: subprocess.Popen[bytes], inbox: SignalInbox) -> None:
         """Pass on signals, keep the limits."""
-        now = time.monotonic()
         for number in inbox.take():
-            process.send_signal(number)
             if number in (signal.SIGINT, signal.SIGTERM):
-                self._stopped_by, self._kill_at = number, now + self._plan.grace_s
-                self._stopped_s = time.time()
-        if self._limit is not None and now >= self._limit and not self._timed_out:
+                again, self._stopped_by = self._stopped_by, number
+                self._stopped_s = self._stopped_s or time.time()
+                asked = self._plan.stop_signal if number == signal.SIGTERM else number
+                self._ask(process, signal.SIGTERM if again else asked, self._plan.grace_s)
+            else:
+                process.send_signal(number)
+        if self._limit is not None and time.monotonic() >= self._limit and not self._timed_out:
             self._console.say(f"the limit of {self._plan.timeout_s:g} s is over")
-            process.terminate()
-            self._timed_out, self._kill_at = True, now + self._plan.grace_s
-        if self._kill_at is None and any(not end.secondary for end in self._ends.values()):
-            self._kill_at = now + _FAILURE_GRACE_S
-        if self._kill_at is not None and now >= self._kill_at:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            self._timed_out = True
+            self._ask(process, self._plan.stop_signal, self._plan.grace_s)
+        if self._end_at is None and any(map(_is_cause, self._ends.values())):
+            wait_s = _SRUN_PATIENCE_S if self._plan.starter == "srun" else _FAILURE_GRACE_S
+            self._end_at = time.monotonic() + wait_s
+        if self._end_at is not None and time.monotonic() >= self._end_at:
+            # A starter that has not been asked to end may still end ranks on other hosts.
+            self._ask(process, signal.SIGKILL if self._terminated else signal.SIGTERM,
+                      _KILL_AFTER_S)
+
+    def _ask(self, process: subprocess.Popen[bytes], number: int, wait_s: float) -> None:
+        """Send a signal; what comes next is due after `wait_s`."""
+        with suppress(ProcessLookupError):
+            if number == signal.SIGKILL:
+                os.killpg(process.pid, number)
+            else:
+                process.send_signal(number)
+        self._terminated = self._terminated or number == signal.SIGTERM
+        self._end_at = time.monotonic() + wait_s
 
     def _read(self, stream: str, descriptor: int) -> bool:
         data = os.read(descriptor, 1 << 18)
@@ -176,6 +195,9 @@ class ForeignJob:
         if code == 0:
             return 0
         ends = [self._end(end.rank, end.code, end.time_s) for end in self._ends.values()]
+        if ends and all(end.code == EXIT_STOPPED for end in ends):
+            self._console.say("all ranks stopped on request")
+            return EXIT_STOPPED
         cause = first_failure(ends, self._stopped_s)
         if self._stopped_by and (cause is None or cause.time_s > (self._stopped_s or 0.0)):
             # mpirun answers every signal with 1; any other code was chosen by a rank.
@@ -191,6 +213,10 @@ class ForeignJob:
         if code < 0:
             self._console.say(f"{self._plan.starter} was killed by {signal_name(-code)}")
         return _shell(code)
+
+
+def _is_cause(end: RankEnd) -> bool:
+    return end.failed and not end.secondary and end.code != EXIT_STOPPED
 
 
 def _shell(code: int) -> int:

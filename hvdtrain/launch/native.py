@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from hvdtrain.errors import EXIT_STOPPED
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.crew import Crew
 from hvdtrain.launch.failure import RankEnd, describe, first_failure, signal_name
@@ -138,7 +139,10 @@ class NativeJob:
                       tail=self._console.tail(rank))
         self._ends[rank] = end
         if end.failed and not self._why_stopped:
-            wait_s = _SECONDARY_WAIT_S if end.secondary else _CAUSE_WAIT_S
+            if end.code == EXIT_STOPPED:  # all ranks leave so, one after the other
+                wait_s = min(self._plan.grace_s, _FAILURE_GRACE_S)
+            else:
+                wait_s = _SECONDARY_WAIT_S if end.secondary else _CAUSE_WAIT_S
             self._arm("failure", wait_s)
 
     def _lose(self, link: AgentLink) -> None:
@@ -215,7 +219,11 @@ class NativeJob:
 
     def _report(self) -> int:
         """Say how it ended, and give the exit code."""
-        cause = first_failure(list(self._ends.values()), self._stopped_s)
+        ends = list(self._ends.values())
+        if len(ends) == self._plan.np and all(end.code == EXIT_STOPPED for end in ends):
+            self._console.say("all ranks stopped on request")
+            return EXIT_STOPPED
+        cause = first_failure(ends, self._stopped_s)
         before = cause is not None and (self._stopped_s is None or cause.time_s <= self._stopped_s)
         if cause is not None and (before or self._why_stopped in ("", "failure")):
             for line in describe(cause, self._ends, np=self._plan.np, started_s=self._started_s,

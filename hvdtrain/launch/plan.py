@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ _STALE_IN_SRUN = ("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_DISTRI
 _TO_ALL_HOSTS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONUNBUFFERED",
                  "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 _TO_ALL_HOSTS_BEGINNINGS = ("HVDTRAIN_", "HOROVOD_", "NCCL_", "TF_", "KERAS_", "XLA_")
+_FIT = ("-m", "hvdtrain", "fit")
 _MPIJOB_START_S = 300.0
 """The pods of a job start in any order, and their names resolve late."""
 
@@ -51,6 +53,8 @@ class LaunchPlan:
     remote: RemoteOptions = field(default_factory=RemoteOptions)
     network_interface: tuple[str, ...] = ()
     start_timeout_s: float = 0.0
+    stop_signal: int = signal.SIGTERM
+    """What asks a starter of others for a clean end of the ranks."""
 
 
 def make_plan(options: LaunchOptions, environ: Mapping[str, str],
@@ -78,7 +82,15 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str],
         verbose=options.verbose, local_hosts=local_hosts(facts) & {slot.host for slot in slots},
         remote=replace(options.remote, kubectl=kubectl_of(environ)),
         network_interface=options.network_interface,
-        start_timeout_s=_start_timeout_s(options, environ))
+        start_timeout_s=_start_timeout_s(options, environ),
+        stop_signal=_stop_signal(starter, options.command, facts))
+
+
+def _stop_signal(starter: str, command: tuple[str, ...], facts: LaunchFacts) -> int:
+    """For srun and Open MPI's mpirun, which kill ranks at SIGTERM, SIGUSR1, which they pass on."""
+    passes_on = starter == "srun" or (
+        starter == "mpirun" and facts.mpirun is not None and facts.mpirun.flavour == "openmpi")
+    return signal.SIGUSR1 if passes_on and command[1:4] == _FIT else signal.SIGTERM
 
 
 def _start_timeout_s(options: LaunchOptions, environ: Mapping[str, str]) -> float:
