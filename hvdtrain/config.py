@@ -21,6 +21,8 @@ Sparse = Literal["gather", "dense"]
 CollectiveName = Literal["auto", "horovod-gloo", "horovod-mpi", "mpi4py", "single"]
 ConfigT = TypeVar("ConfigT")
 
+_LONGEST_HANG_S = 1_000_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -65,6 +67,9 @@ class TrainConfig:
     """Compare a checksum of all weights over ranks after the first step and each epoch."""
     stop_on_nan: bool = True
     """Stop when a loss is not finite, naming step and rank."""
+    hang_timeout_s: float = 300.0
+    """End the run where no rank has gone on, or one has not answered, for so many seconds, and
+    name it. 0: never."""
 
     def __post_init__(self) -> None:
         if isinstance(self.output, str):
@@ -74,6 +79,7 @@ class TrainConfig:
             _at_least(self, name, 1)
         for name in ("checkpoint_every_epochs", "warmup_epochs", "seed"):
             _at_least(self, name, 0)
+        check_hang_timeout(self.hang_timeout_s)
         if self.bucket_mb <= 0:
             raise ConfigError(f"bucket_mb must be positive. Received: bucket_mb={self.bucket_mb}")
         if self.resume and self.overwrite:
@@ -81,6 +87,17 @@ class TrainConfig:
         if self.resume and self.output is None:
             raise ConfigError("resume needs the output folder of the run to go on with: give "
                               "output (on the command line: --output DIR).")
+
+
+def check_hang_timeout(hang_timeout_s: float) -> None:
+    """Refuse a limit that is no time.
+
+    Raises:
+        ConfigError: It is neither 0 nor in the range.
+    """
+    if hang_timeout_s != 0 and not 1 <= hang_timeout_s <= _LONGEST_HANG_S:
+        raise ConfigError(f"hang_timeout_s must be 0 (no limit) or from 1 to {_LONGEST_HANG_S:,} "
+                          f"seconds. Received: hang_timeout_s={hang_timeout_s}")
 
 
 def _at_least(config: Any, name: str, least: int) -> None:

@@ -25,7 +25,7 @@ def fit_on_this_rank(target: str, changes: dict[str, Any], *, dry_run: bool) -> 
         job = load_job(target)
         config = with_default_output(job, changes)
         from hvdtrain.session import init
-        session = init(collective=config.collective)
+        session = init(collective=config.collective, hang_timeout_s=config.hang_timeout_s)
         result = run_job(job, config, session, dry_run=dry_run,
                          stop_asked=lambda: guarded.stop.requested)
         if session.world.is_chief and not dry_run:

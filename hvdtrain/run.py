@@ -40,9 +40,10 @@ def run_job(job: Job, config: TrainConfig, session: Session, *,
     from hvdtrain.optim import DistributedOptimizer, ReducerOptions
     from hvdtrain.train.fit import fit
     keras.utils.set_random_seed(config.seed)
-    data = job.data()
-    splits = data if isinstance(data, DataSplits) else DataSplits(train=data)
-    model = job.model()
+    with session.progress.phase("building data and model"):
+        data = job.data()
+        splits = data if isinstance(data, DataSplits) else DataSplits(train=data)
+        model = job.model()
     if getattr(model, "optimizer", None) is not None:
         DistributedOptimizer(
             model.optimizer, collective=session.collective,

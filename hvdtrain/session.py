@@ -1,23 +1,27 @@
 """`init`: from a bare process to a rank that has met the others.
 
 Order: who am I (world), what can carry bytes (collective choice), my devices, meet the others,
-compare what was promised with what was found.
+compare what was promised with what was found, start the watchdog.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
-from dataclasses import dataclass
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain import log
 from hvdtrain.collectives import current as default_collective
 from hvdtrain.collectives.base import Collective
 from hvdtrain.collectives.select import Choice, choose, create
+from hvdtrain.config import TrainConfig, check_hang_timeout
 from hvdtrain.errors import WorldError
 from hvdtrain.horovod_check import check_horovod
 from hvdtrain.optional import require
+from hvdtrain.runtime.progress import IDLE, Progress
+from hvdtrain.runtime.watchdog import Watchdog, start_watchdog
 from hvdtrain.world import World
 from hvdtrain.world.detect import detect_world
 
@@ -31,18 +35,34 @@ class Session:
     choice: Choice
     devices: Any
     """A `train.devices.DevicePlan`."""
+    progress: Progress = field(default_factory=Progress)
+    """How far this rank has come, for the watchdog."""
+    watchdog: Watchdog | None = None
+
+    @contextmanager
+    def watched(self, hang_timeout_s: float) -> Iterator[None]:
+        """A training, with a limit of its own for the watchdog. All ranks."""
+        if self.watchdog is not None:
+            self.watchdog.settings.hang_timeout_s = hang_timeout_s
+        try:
+            yield
+        finally:
+            self.progress.enter(IDLE)
 
 
 _current: list[Session] = []
 
 
-def init(*, collective: str = "auto", environ: MutableMapping[str, str] | None = None) -> Session:
+def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_timeout_s,
+         environ: MutableMapping[str, str] | None = None) -> Session:
     """Find out which rank this process is, pin its devices and meet the others. All ranks.
 
     Call it before the first TensorFlow operation. A second call returns the same session.
 
     Args:
         collective: String, `"auto"`, `"horovod-gloo"`, `"horovod-mpi"`, `"mpi4py"` or `"single"`.
+        hang_timeout_s: Float, how long a rank may hang or be silent; `fit` sets that of its
+            `TrainConfig`. 0: no watchdog. Defaults to 300.
         environ: Mapping; defaults to the process environment. `HOROVOD_*` variables are added
             to it where no starter prepared a rendezvous.
 
@@ -50,12 +70,14 @@ def init(*, collective: str = "auto", environ: MutableMapping[str, str] | None =
         The `Session`: world, collective and device plan.
 
     Raises:
+        ConfigError: `hang_timeout_s` is out of range.
         WorldError: The processes do not form the group that was promised.
         CollectiveError: Nothing usable carries bytes between the ranks.
         DeviceError: More ranks on this host than GPUs.
     """
     if _current:
         return _current[0]
+    check_hang_timeout(hang_timeout_s)
     env = os.environ if environ is None else environ
     world = detect_world(env)
     log.configure(log.rank_prefix(world.rank, world.size, world.host))
@@ -73,7 +95,11 @@ def init(*, collective: str = "auto", environ: MutableMapping[str, str] | None =
         meet(world, env)
     made = create(choice)
     compare_with_promise(world, made)
-    session = Session(world=world, collective=made, choice=choice, devices=plan)
+    progress = Progress()
+    session = Session(
+        world=world, collective=made, choice=choice, devices=plan, progress=progress,
+        watchdog=start_watchdog(world, progress, made.gather_objects,
+                                hang_timeout_s=hang_timeout_s, environ=env))
     _current.append(session)
     default_collective.use(made)
     return session
@@ -82,7 +108,10 @@ def init(*, collective: str = "auto", environ: MutableMapping[str, str] | None =
 def shutdown() -> None:
     """Close the collective. All ranks; for scripts and tests that go on afterwards."""
     if _current:
-        _current.pop().collective.close()
+        session = _current.pop()
+        if session.watchdog is not None:
+            session.watchdog.close()
+        session.collective.close()
         default_collective.use(None)
 
 

@@ -40,6 +40,8 @@ def fit_command(
         help="Compare weights over ranks.")] = None,
     stop_on_nan: Annotated[bool | None, typer.Option(
         help="Stop when a loss is not finite.")] = None,
+    hang_timeout_s: Annotated[float | None, typer.Option(
+        "--hang-timeout", help="Seconds until a rank that hangs ends the run. 0: never.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan only.")] = False,
 ) -> None:
     """Train JOB. The same on one process and under every starter.
@@ -53,6 +55,7 @@ def fit_command(
         collective=collective, bucket_mb=bucket_mb, sparse=sparse, output=output,
         checkpoint_every_epochs=checkpoint_every_epochs, keep_checkpoints=keep_checkpoints,
         resume=resume, overwrite=overwrite, tensorboard=tensorboard,
-        check_weights=check_weights, stop_on_nan=stop_on_nan)
+        check_weights=check_weights, stop_on_nan=stop_on_nan,
+        hang_timeout_s=hang_timeout_s)
     from hvdtrain.rank_main import fit_on_this_rank
     fit_on_this_rank(job, changes, dry_run=dry_run)

@@ -12,7 +12,8 @@ from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.source import ArraySource, Source
 
 
-def training_dataset(source: Source, plan: ShardPlan, *, first_epoch: int = 0) -> Any:
+def training_dataset(source: Source, plan: ShardPlan, *, first_epoch: int = 0,
+                     first_step: int = 0) -> Any:
     """This rank's batches, epoch after epoch without end.
 
     It never ends on purpose: Keras takes `plan.steps` batches per epoch, and runs no phantom
@@ -22,6 +23,7 @@ def training_dataset(source: Source, plan: ShardPlan, *, first_epoch: int = 0) -
         source: Where samples are read.
         plan: Which ones, in which order.
         first_epoch: Integer, the epoch to begin with (a resumed run).
+        first_step: Integer, the step of that epoch to begin with, up to `plan.steps`.
 
     Returns:
         A `tf.data.Dataset` of batches of shape `(batch, ...)`; the batch axis is static where
@@ -34,7 +36,8 @@ def training_dataset(source: Source, plan: ShardPlan, *, first_epoch: int = 0) -
     def one_epoch(epoch: Any) -> Any:
         order = tf.numpy_function(plan.order, [epoch], tf.int64, stateful=False)
         order.set_shape([plan.samples_per_rank])
-        return tf.data.Dataset.range(plan.steps).map(
+        begin = tf.where(tf.equal(epoch, first_epoch), tf.constant(first_step, tf.int64), 0)
+        return tf.data.Dataset.range(begin, plan.steps).map(
             lambda step: _shaped(fetch(order[step * batch:(step + 1) * batch]), static))
 
     epochs = tf.data.Dataset.counter(first_epoch)

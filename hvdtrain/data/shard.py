@@ -77,6 +77,17 @@ class ShardPlan:
         """Samples that are left out of an epoch, over all ranks (at most N-1)."""
         return max(0, self.samples - self.samples_per_rank * self.size)
 
+    def samples_before(self, step: int) -> int:
+        """Samples of an epoch that all ranks together have seen before a step."""
+        return self.samples if step >= self.steps else step * self.global_batch
+
+    def step_after(self, samples: int) -> int:
+        """The step at which to go on after so many samples of an epoch.
+
+        With another global batch than before, up to one batch may be repeated.
+        """
+        return self.steps if samples >= self.samples else samples // self.global_batch
+
     def order(self, epoch: int) -> np.ndarray[Any, Any]:
         """The samples of this rank in one epoch, in the order of training.
 

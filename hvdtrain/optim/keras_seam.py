@@ -79,6 +79,17 @@ def check_keras(version: str | None = None) -> None:
                 "known to hvdtrain; install another (see above range) or report it.")
 
 
+def build_metrics(model: Any, batch: Any) -> None:
+    """Create the states of compiled metrics, which Keras leaves to the first step.
+
+    Args:
+        model: A compiled model.
+        batch: Some samples, as `train_step` gets them: arrays `x`, `(x, y)` or
+            `(x, y, sample_weight)`.
+    """
+    model._symbolic_build(data_batch=tf.nest.map_structure(tf.convert_to_tensor, batch))
+
+
 def self_test() -> None:
     """Run a small optimizer and check that the hooks are called where they must be.
 

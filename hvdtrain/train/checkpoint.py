@@ -20,7 +20,7 @@ from hvdtrain.errors import CheckpointError
 from hvdtrain.log import get_logger
 
 STATE_MEMBER = "hvdtrain.json"
-_NAME = re.compile(r"^epoch-(\d{5,})\.keras$")
+_NAME = re.compile(r"^epoch-(\d{5,})(?:-sample-(\d{9,}))?\.keras$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,16 @@ class RunState:
     seeds: tuple[tuple[int, int], ...] = ()
     """The chief's seed generators (dropout), in the order of `optim.state.seed_variables`;
     Keras itself does not restore them."""
+    samples: int = 0
+    """Samples of the next epoch that were trained on, over all ranks; 0 at the end of one."""
+    metrics: tuple[tuple[float, ...], ...] = ()
+    """With `samples`: the metrics' states, summed over all ranks."""
+
+    @property
+    def file_name(self) -> str:
+        """The name of its checkpoint."""
+        within = f"-sample-{self.samples:09d}" if self.samples else ""
+        return f"epoch-{self.epoch:05d}{within}.keras"
 
 
 def save_model(model: Any, path: Path, state: RunState | None = None) -> None:
@@ -70,6 +80,8 @@ def save_model(model: Any, path: Path, state: RunState | None = None) -> None:
 class CheckpointStore:
     """The checkpoints of one run, `epoch-00003.keras` and so on, newest last.
 
+    One that was written within an epoch is called `epoch-00003-sample-000001280.keras`.
+
     Args:
         folder: Path; made when the first checkpoint is written.
         keep: Integer, how many of the newest to keep.
@@ -83,9 +95,9 @@ class CheckpointStore:
         """The checkpoints that are there, oldest first."""
         if not self.folder.is_dir():
             return []
-        found = [(int(m.group(1)), p) for p in self.folder.iterdir()
+        found = [(int(m[1]), int(m[2] or 0), p) for p in self.folder.iterdir()
                  if (m := _NAME.match(p.name))]
-        return [path for _, path in sorted(found)]
+        return [path for *_, path in sorted(found)]
 
     def save(self, model: Any, state: RunState) -> Path:
         """Write one checkpoint and remove those beyond `keep`. The chief only.
@@ -93,7 +105,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: It could not be written; the older ones are untouched.
         """
-        path = self.folder / f"epoch-{state.epoch:05d}.keras"
+        path = self.folder / state.file_name
         save_model(model, path, state)
         for old in self.paths()[:-self._keep]:
             old.unlink(missing_ok=True)
@@ -141,6 +153,7 @@ def read_state(path: Path) -> RunState:
                 raise CheckpointError(f"Checkpoint {path} is damaged (in {bad}).")
             values = json.loads(archive.read(STATE_MEMBER))
             values["seeds"] = tuple((int(a), int(b)) for a, b in values.get("seeds", ()))
+            values["metrics"] = tuple(tuple(map(float, m)) for m in values.get("metrics", ()))
             return RunState(**values)
     except (zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError, OSError) as error:
         if isinstance(error, CheckpointError):

@@ -7,7 +7,8 @@ Who owns what:
 - learning rate: `train.schedule`;
 - what ranks do together during training: `train.callbacks.coordinator`;
 - files: `train.checkpoint`, `train.callbacks.writers`;
-- the loop itself: Keras.
+- the loop itself: Keras;
+- ranks that hang: `runtime.watchdog`, which `session.progress` tells how far this rank is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 import hvdtrain
@@ -33,10 +35,12 @@ from hvdtrain.optim.distributed import DistributedOptimizer, is_distributed
 from hvdtrain.session import Session, init
 from hvdtrain.train import schedule
 from hvdtrain.train.callbacks.coordinator import Coordinator, StopAgreement
+from hvdtrain.train.callbacks.mid_epoch import GoOn, StopSaver, skip_steps
 from hvdtrain.train.callbacks.writers import CheckpointWriter, MetricsWriter, TensorBoardWriter
-from hvdtrain.train.checkpoint import CheckpointStore, save_model
+from hvdtrain.train.checkpoint import CheckpointStore, RunState, save_model
 from hvdtrain.train.chief import on_chief
 from hvdtrain.train.plan import TrainPlan, compare_settings, rank_texts
+from hvdtrain.train.reading import watched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +83,18 @@ def fit(model: Any, train: Source | Any, *, validation: Source | Any | None = No
         TrainingError: The loss is not finite, or ranks hold different weights.
         CheckpointError: A file could not be written or read.
     """
-    session = session or init()
     config = config or TrainConfig()
+    session = session or init(hang_timeout_s=config.hang_timeout_s)
+    with session.watched(config.hang_timeout_s):
+        return _fit(model, train, validation, config, list(callbacks), session, job,
+                    stop_asked or (lambda: False), dry_run)
+
+
+def _fit(model: Any, train: Source | Any, validation: Source | Any | None, config: TrainConfig,
+         callbacks: list[Any], session: Session, job: str, stop_asked: Callable[[], bool],
+         dry_run: bool) -> FitResult:
+    """`fit`, watched."""
+    session.progress.enter("preparing the training")
     train, validation = _as_source(train, "train"), _as_source(validation, "validation")
     _prepare_optimizer(model, session)
     compare_settings(session.collective, config, train, model.optimizer)
@@ -97,13 +111,13 @@ def fit(model: Any, train: Source | Any, *, validation: Source | Any | None = No
         return FitResult(history={}, first_epoch=0, model_path=None)
     store = _open_output(session, config)
     schedule.install(model.optimizer, plan.lr)
-    first_epoch = _resume(model, session, config, store, plan)
+    begin = _resume(model, session, config, store, plan)
     variables = state.training_state(model)
     state.broadcast(session.collective, variables)
     state.fold_rank_into_seeds(variables, session.world.rank)
-    history = _train(model, train, validation, session, plan, store, first_epoch,
-                     list(callbacks), stop_asked or (lambda: False))
-    return FitResult(history=history, first_epoch=first_epoch,
+    history = _train(model, train, validation, session, plan, store, begin, callbacks, stop_asked)
+    session.progress.enter("saving the final model")
+    return FitResult(history=history, first_epoch=begin.epoch,
                      model_path=_save_final(model, session, config))
 
 
@@ -135,7 +149,6 @@ def _prepare_optimizer(model: Any, session: Session) -> None:
 def _build(model: Any, train: Source) -> None:
     """Build model and optimizer now: what is built during tracing cannot be broadcast."""
     if not model.built:
-        import numpy as np
         sample = train.read(np.zeros(1, np.int64))
         inputs = sample[0] if isinstance(sample, tuple) else sample
         model(tf.nest.map_structure(tf.convert_to_tensor, inputs))
@@ -195,63 +208,91 @@ def _open_output(session: Session, config: TrainConfig) -> CheckpointStore | Non
 
 
 def _resume(model: Any, session: Session, config: TrainConfig, store: CheckpointStore | None,
-            plan: TrainPlan) -> int:
-    """Load the newest whole checkpoint on the chief; returns the epochs that are done."""
+            plan: TrainPlan) -> RunState:
+    """Load the newest whole checkpoint on the chief; returns where the run stands."""
+    start = RunState(epoch=0, step=0, ranks=session.world.size, lr_scale=plan.lr.scale,
+                     version=hvdtrain.__version__)
     if not config.resume or store is None:
-        return 0
+        return start
     found = on_chief(session.collective, lambda: store.load_newest(model))
     if found is None:
         if session.world.is_chief:
             get_logger().info("No checkpoint in %s yet: starting from the beginning.",
                               store.folder)
-        return 0
+        return start
     if session.world.is_chief:
         schedule.rescale(model.optimizer, plan.lr.scale / found.lr_scale)
         state.restore_seeds(state.training_state(model), found.seeds)
+        within = f" and {found.samples} samples of the next" if found.samples else ""
         get_logger().info(
-            "Going on after epoch %d of %d (step %d, written on %d rank%s).",
-            found.epoch, config.epochs, found.step, found.ranks, "s" if found.ranks > 1 else "")
-    return found.epoch
+            "Going on after epoch %d of %d%s (step %d, written on %d rank%s).", found.epoch,
+            config.epochs, within, found.step, found.ranks, "s" if found.ranks > 1 else "")
+    return found
+
+
+def _first_step(model: Any, plan: TrainPlan, begin: RunState) -> int:
+    """The step of the first epoch to begin with; whole calls of the train function only."""
+    step: int = plan.shards.step_after(begin.samples)
+    return step - step % int(model.steps_per_execution)
 
 
 def _train(model: Any, train: Source, validation: Source | None, session: Session,
-           plan: TrainPlan, store: CheckpointStore | None, first_epoch: int,
+           plan: TrainPlan, store: CheckpointStore | None, begin: RunState,
            callbacks: list[Any], stop_asked: Callable[[], bool]) -> dict[str, list[float]]:
     config, collective = plan.config, session.collective
+    first_step = _first_step(model, plan, begin)
+    stop = StopAgreement(collective, session.progress)
     coordinator = Coordinator(
-        collective=collective, lr_plan=plan.lr, stop_asked=stop_asked,
+        collective=collective, progress=session.progress, lr_plan=plan.lr,
+        stop_asked=stop_asked, stop=stop,
         evaluate=_evaluator(model, validation, session, config),
-        check_weights=config.check_weights, stop_on_nan=config.stop_on_nan)
+        check_weights=config.check_weights, stop_on_nan=config.stop_on_nan,
+        saver=_stop_saver(session, plan, store), first_step=first_step)
     coordinator.watch_loss(model.optimizer)
     writers: list[Any] = []
     if store is not None:
-        writers = _writers(session, plan, store, first_epoch)
-    dataset = training_dataset(train, plan.shards, first_epoch=first_epoch)
+        writers = _writers(session, plan, store, begin.epoch, first_step)
+    dataset = training_dataset(
+        watched(train, session.progress), plan.shards, first_epoch=begin.epoch,
+        first_step=first_step)
+    if first_step:
+        keras_seam.build_metrics(model, train.read(np.zeros(1, np.int64)))
+        skip_steps(model, first_step)
     # Open MPI gives the chief a terminal of its own even where the output goes to a file.
     person = sys.stdout.isatty() and session.world.starter == "single"
     verbose = 0 if not session.world.is_chief else 1 if person else 2
     history = model.fit(
-        dataset, epochs=config.epochs, initial_epoch=first_epoch,
+        dataset, epochs=config.epochs, initial_epoch=begin.epoch,
         steps_per_epoch=plan.shards.steps, shuffle=False, verbose=verbose,
-        callbacks=[coordinator, *callbacks, StopAgreement(collective), *writers])
+        callbacks=[GoOn(begin, is_chief=session.world.is_chief), coordinator, *callbacks, stop,
+                   *writers])
     return dict(history.history)
 
 
-def _writers(session: Session, plan: TrainPlan, store: CheckpointStore,
-             first_epoch: int) -> list[Any]:
+def _stop_saver(session: Session, plan: TrainPlan,
+                store: CheckpointStore | None) -> StopSaver | None:
+    if store is None:
+        return None
+    return StopSaver(collective=session.collective, progress=session.progress, store=store,
+                     shards=plan.shards, lr_scale=plan.lr.scale, version=hvdtrain.__version__)
+
+
+def _writers(session: Session, plan: TrainPlan, store: CheckpointStore, first_epoch: int,
+             first_step: int) -> list[Any]:
     config, writers = plan.config, []
     output = store.folder.parent
     if session.world.is_chief:
-        samples = plan.shards.samples_per_rank * plan.shards.size
-        writers.append(MetricsWriter(output / "metrics.jsonl", first_epoch=first_epoch,
-                                     samples_per_epoch=samples))
+        writers.append(MetricsWriter(
+            output / "metrics.jsonl", first_epoch=first_epoch,
+            samples_per_epoch=plan.shards.samples_per_rank * plan.shards.size,
+            done_before=plan.shards.samples_before(first_step)))
         if config.tensorboard and importlib.util.find_spec("tensorboard"):
             writers.append(TensorBoardWriter(output / "tensorboard"))
     if config.checkpoint_every_epochs:
         writers.append(CheckpointWriter(
-            collective=session.collective, store=store, last_epoch=config.epochs,
-            every_epochs=config.checkpoint_every_epochs, lr_scale=plan.lr.scale,
-            version=hvdtrain.__version__))
+            collective=session.collective, progress=session.progress, store=store,
+            last_epoch=config.epochs, every_epochs=config.checkpoint_every_epochs,
+            lr_scale=plan.lr.scale, version=hvdtrain.__version__))
     return writers
 
 

@@ -6,6 +6,7 @@ every metric whose state is a sum (means, accuracies, AUC, confusion matrices, .
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -37,6 +38,31 @@ def merged_results(collective: Collective, model: Any) -> dict[str, float]:
         results = model.get_metrics_result()
     return {name: float(np.asarray(value).mean())
             for name, value in results.items()}
+
+
+def merged_states(collective: Collective, model: Any) -> tuple[tuple[float, ...], ...]:
+    """The states of the metrics, summed over all ranks; equal on all of them. All ranks."""
+    variables = metric_variables(model)
+    if collective.size == 1:
+        return tuple(tuple(np.asarray(v.numpy(), np.float64).reshape(-1)) for v in variables)
+    return tuple(tuple(np.asarray(value, np.float64).reshape(-1))
+                 for _, value in _summed(collective, variables))
+
+
+def restore_states(model: Any, states: Sequence[Sequence[float]], *, is_chief: bool) -> bool:
+    """Go on from merged states: the chief holds them, the others begin from nothing.
+
+    Returns:
+        False, and nothing is done, where the model has other metrics.
+    """
+    variables = metric_variables(model)
+    if [len(state) for state in states] != [int(np.prod(v.shape)) for v in variables]:
+        return False
+    if is_chief:
+        for variable, values in zip(variables, states, strict=True):
+            variable.assign(np.asarray(values).reshape(variable.shape).astype(
+                keras.backend.standardize_dtype(variable.dtype)))
+    return True
 
 
 def _summed(collective: Collective, variables: list[Any]) -> list[tuple[Any, Any]]:

@@ -1,8 +1,9 @@
 """`Coordinator`: what all ranks do together during `fit`, before any other callback.
 
-- At agreed steps: is some rank's loss not finite, was some rank told to stop? All ranks learn it
-  at the same step. The distance between two such steps is set from the time they took, which
-  the ranks exchange, so that it is about `AGREE_EVERY_S` on every machine.
+- At agreed steps: is some rank's loss not finite, was some rank told to stop, by a signal or by
+  a callback? All ranks learn it at the same step. The distance between two such steps is set
+  from the time they took, which the ranks exchange, so that it is about `AGREE_EVERY_S` on every
+  machine.
 - After the first step and each epoch: a checksum of weights and optimizer, compared over ranks.
 - At the end of an epoch: metrics of all ranks in place of this rank's, evaluation on all ranks,
   the learning rate. Later callbacks see only these.
@@ -12,21 +13,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
-from hvdtrain.errors import TrainingError
+from hvdtrain.errors import EXIT_STOPPED, TrainingError
 from hvdtrain.optim import keras_seam, state
 from hvdtrain.optim.distributed import state_of
+from hvdtrain.runtime.progress import Progress
+from hvdtrain.train.callbacks.mid_epoch import StopSaver, has_whole_updates
 from hvdtrain.train.metrics import merged_results
 from hvdtrain.train.schedule import LrPlan, effective_rate
 
 AGREE_EVERY_S = 2.0
-EXIT_STOPPED = 75
 
 
 class StoppedError(TrainingError):
@@ -59,19 +61,30 @@ class Coordinator(keras.callbacks.Callback):
 
     Args:
         collective: The collective of the run.
+        progress: Of this rank, for the watchdog.
         lr_plan: Scaling of the learning rate.
         evaluate: Callable that evaluates this rank's share of the validation data, leaving its
             metric states in the model; None without validation data.
         check_weights: Boolean, compare checksums.
         stop_on_nan: Boolean, stop when a loss is not finite.
         stop_asked: Callable that tells whether this process was told to stop.
+        stop: The callback that knows what the user's callbacks ask for.
+        saver: Writes the checkpoint when the run is told to stop; None where nothing is saved.
+        first_step: Integer, steps of the first epoch that were done by a former run.
     """
 
-    def __init__(self, *, collective: Collective, lr_plan: LrPlan,
-                 evaluate: Callable[[], None] | None, check_weights: bool,
-                 stop_on_nan: bool, stop_asked: Callable[[], bool]) -> None:
+    def __init__(self, *, collective: Collective, progress: Progress, lr_plan: LrPlan,
+                 evaluate: Callable[[], None] | None, check_weights: bool, stop_on_nan: bool,
+                 stop_asked: Callable[[], bool], stop: StopAgreement,
+                 saver: StopSaver | None = None, first_step: int = 0) -> None:
         super().__init__()
         self._collective = collective
+        self._progress = progress
+        self._stop = stop
+        self._saver = saver
+        self._skip_before = first_step
+        self._stopping = False
+        self._epoch = 0
         self._lr_plan = lr_plan
         self._evaluate = evaluate
         self._check_weights = check_weights
@@ -89,6 +102,11 @@ class Coordinator(keras.callbacks.Callback):
             self._watch = LossWatch(optimizer)
             hooked.loss_watch = self._watch
 
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Remember which it is."""
+        del logs
+        self._epoch = epoch
+
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Agree where it is time.
 
@@ -96,17 +114,29 @@ class Coordinator(keras.callbacks.Callback):
         device after every batch.
         """
         del logs
+        if batch < self._skip_before:
+            return
+        if self._steps_seen == 0:
+            self._progress.enter("building the first step")
+        else:
+            self._progress.advance(self._steps_seen + 1)
         if self._steps_seen >= self._next_agreement:
             first = self._next_agreement == 1
             self._agree()
             if first and self._check_weights:
                 self._compare_weights("after the first step")
+        if self._stopping and has_whole_updates(self.model.optimizer):
+            self._leave(batch)
         self._steps_seen += self.model.steps_per_execution
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replace this rank's figures by those of all ranks."""
         figures = {} if logs is None else logs
+        self._skip_before = 0
+        self._progress.advance(f"the end of epoch {epoch + 1}")
         self._agree()
+        if self._stopping:
+            self._leave(self.params["steps"])
         merged = merged_results(self._collective, self.model)
         # A custom train_step may report figures of its own; none is added to those.
         figures.update({k: v for k, v in merged.items() if k in figures or not figures})
@@ -115,7 +145,8 @@ class Coordinator(keras.callbacks.Callback):
             self._compare_weights(f"after epoch {epoch + 1}")
         figures["learning_rate"] = effective_rate(self.model.optimizer, self._lr_plan)
         if self._evaluate is not None:
-            self._evaluate()
+            with self._progress.phase("evaluating"):
+                self._evaluate()
             validated = merged_results(self._collective, self.model)
             figures.update({f"val_{name}": value for name, value in validated.items()})
 
@@ -124,7 +155,8 @@ class Coordinator(keras.callbacks.Callback):
         bad = self._watch.first_bad_step if self._watch is not None else -1
         steps, at = self._agreed_at
         elapsed = (time.monotonic() - at) / max(1, self._steps_seen - steps)
-        everyone = self._exchange([bad, float(self._stop_asked()), elapsed])
+        everyone = self._exchange(
+            [bad, float(self._stop_asked()), elapsed, float(self._stop.wanted)])
         self._agreed_at = (self._steps_seen, time.monotonic())
         pause = max(1, int(AGREE_EVERY_S / max(float(everyone[:, 2].max()), 1e-6)))
         self._next_agreement = self._steps_seen + (pause if self._steps_seen > 2 else 20)
@@ -132,10 +164,19 @@ class Coordinator(keras.callbacks.Callback):
         if (bad_steps >= 0).any():
             step = int(bad_steps[bad_steps >= 0].min())
             self._raise_nan(step, [int(r) for r in np.flatnonzero(bad_steps == step)])
-        if everyone[:, 1].any():
-            raise StoppedError(
-                f"Stopped on request (signal) after step {self._steps_seen} of this run, on all "
-                "ranks alike. Checkpoints that were written are whole; go on with --resume.")
+        self._stopping = self._stopping or bool(everyone[:, 1].any())
+        if everyone[:, 3].any():
+            self._stop.agree()
+
+    def _leave(self, step: int) -> NoReturn:
+        """Save, and end the run on all ranks at the same step of the epoch."""
+        saved = "Nothing was saved, since the run has no output folder."
+        if self._saver is not None:
+            path = self._saver.save(self.model, self._epoch, step)
+            saved = f"All of it is in {path}; go on with --resume."
+        raise StoppedError(
+            f"Stopped on request (signal) after step {step} of epoch {self._epoch + 1}, on all "
+            f"ranks alike. {saved}")
 
     def _exchange(self, values: list[float]) -> np.ndarray[Any, Any]:
         if self._collective.size == 1:
@@ -159,21 +200,58 @@ class Coordinator(keras.callbacks.Callback):
 
     def _compare_weights(self, when: str) -> None:
         shared = keras_seam.shared_variables(self.model.optimizer)
-        state.check_equal(self._collective, [*self.model.trainable_variables, *shared], when=when)
+        with self._progress.phase("comparing the weights"):
+            state.check_equal(self._collective, [*self.model.trainable_variables, *shared],
+                              when=when)
 
 
 class StopAgreement(keras.callbacks.Callback):
     """Ends training on all ranks where a callback asked for it on one. After the user's own.
 
-    A rank that left alone at the end of an epoch would keep the others waiting for ever.
+    A rank that left alone would keep the others waiting for ever. Within an epoch the wish is
+    taken away from Keras and kept until the `Coordinator` has told all ranks of it: then all of
+    them end after the same step.
+
+    Args:
+        collective: The collective of the run.
+        progress: Of this rank, for the watchdog.
     """
 
-    def __init__(self, collective: Collective) -> None:
+    # Keras may call `on_train_batch_end` from another thread, and need not wait for it. A wish
+    # that a callback expresses there comes in time all the same: Keras then calls all in order.
+    async_safe = True
+
+    def __init__(self, collective: Collective, progress: Progress) -> None:
         super().__init__()
         self._collective = collective
+        self._progress = progress
+        self._agreed = collective.size == 1
+        self.wanted = False
+
+    def agree(self) -> None:
+        """All ranks know of it: Keras ends after the step that begins."""
+        self._agreed = True
+        self.model.stop_training = True
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """The user's callbacks of this step have run, which may hang too."""
+        del batch, logs
+        self._progress.advance()
+        self._keep()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Before Keras looks at the wish."""
+        del batch, logs
+        self._keep()
+
+    def _keep(self) -> None:
+        if self.model.stop_training and not self._agreed:
+            self.wanted = True
+            self.model.stop_training = False
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Agree. All ranks."""
-        del epoch, logs
-        asked = self._collective.gather_objects(bool(self.model.stop_training))
+        del logs
+        self._progress.advance(f"the end of epoch {epoch + 1}, after the callbacks")
+        asked = self._collective.gather_objects(self.wanted or bool(self.model.stop_training))
         self.model.stop_training = any(asked)

@@ -17,6 +17,7 @@ from hvdtrain.collectives.base import Collective
 from hvdtrain.errors import CheckpointError
 from hvdtrain.optim.keras_seam import steps_done
 from hvdtrain.optim.state import seeds_of, training_state
+from hvdtrain.runtime.progress import Progress
 from hvdtrain.train.checkpoint import CheckpointStore, RunState
 from hvdtrain.train.chief import on_chief
 
@@ -26,6 +27,7 @@ class CheckpointWriter(keras.callbacks.Callback):
 
     Args:
         collective: The collective of the run.
+        progress: Of this rank: all ranks wait while the chief saves.
         store: Where checkpoints go.
         every_epochs: Integer, at least 1.
         last_epoch: Integer, the number of epochs of the run.
@@ -33,10 +35,11 @@ class CheckpointWriter(keras.callbacks.Callback):
         version: String, this hvdtrain.
     """
 
-    def __init__(self, *, collective: Collective, store: CheckpointStore, every_epochs: int,
-                 last_epoch: int, lr_scale: float, version: str) -> None:
+    def __init__(self, *, collective: Collective, progress: Progress, store: CheckpointStore,
+                 every_epochs: int, last_epoch: int, lr_scale: float, version: str) -> None:
         super().__init__()
         self._collective = collective
+        self._progress = progress
         self._store = store
         self._every = every_epochs
         self._last = last_epoch
@@ -53,7 +56,8 @@ class CheckpointWriter(keras.callbacks.Callback):
             epoch=done, step=steps_done(self.model.optimizer), ranks=self._collective.size,
             lr_scale=self._lr_scale, version=self._version,
             seeds=seeds_of(training_state(self.model)))
-        on_chief(self._collective, lambda: str(self._store.save(self.model, run_state)))
+        with self._progress.phase("saving a checkpoint"):
+            on_chief(self._collective, lambda: str(self._store.save(self.model, run_state)))
 
 
 class MetricsWriter(keras.callbacks.Callback):
@@ -64,12 +68,15 @@ class MetricsWriter(keras.callbacks.Callback):
         first_epoch: Integer; lines of this epoch and later ones (from a run that was cut off)
             are removed first.
         samples_per_epoch: Integer, over all ranks.
+        done_before: Integer, how many of the first epoch's a former run has trained on.
     """
 
-    def __init__(self, path: Path, *, first_epoch: int, samples_per_epoch: int) -> None:
+    def __init__(self, path: Path, *, first_epoch: int, samples_per_epoch: int,
+                 done_before: int = 0) -> None:
         super().__init__()
         self._path = path
         self._samples = samples_per_epoch
+        self._done_before = done_before
         self._began = 0.0
         kept = [line for line in (path.read_text().splitlines() if path.is_file() else [])
                 if _epoch_of(line) <= first_epoch]
@@ -84,8 +91,9 @@ class MetricsWriter(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Write the line."""
         seconds = time.perf_counter() - self._began
+        samples, self._done_before = max(0, self._samples - self._done_before), 0
         line = {"epoch": epoch + 1, **{k: float(v) for k, v in (logs or {}).items()},
-                "seconds": round(seconds, 4), "samples_per_s": round(self._samples / seconds, 2)}
+                "seconds": round(seconds, 4), "samples_per_s": round(samples / seconds, 2)}
         try:
             with self._path.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")

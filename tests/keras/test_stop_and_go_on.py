@@ -1,0 +1,129 @@
+"""A run that is told to stop within an epoch, and goes on, ends like one that was not stopped."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+import hvdtrain
+from hvdtrain.config import TrainConfig, replace
+from hvdtrain.data.shard import ShardPlan
+from hvdtrain.optim.distributed import DistributedOptimizer
+from hvdtrain.train.callbacks import coordinator
+from hvdtrain.train.callbacks.coordinator import StoppedError
+from hvdtrain.train.checkpoint import read_state
+
+STEPS = 25
+
+
+def data(n=STEPS * 8):
+    x = np.random.default_rng(0).normal(size=(n, 4)).astype("f4")
+    return x, x[:, :1]
+
+
+def compiled(seed=1, optimizer=None, steps_per_execution=1, ema=False):
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential([
+        keras.Input((4,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dropout(0.3),
+        keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+    optimizer = optimizer or keras.optimizers.Adam(0.01, use_ema=ema)
+    model.compile(DistributedOptimizer(optimizer), "mse", metrics=["mae"],
+                  steps_per_execution=steps_per_execution)
+    return model
+
+
+class AskAt(keras.callbacks.Callback):
+    """Asks for a stop in the given epoch, before the given step."""
+
+    def __init__(self, epoch, step):
+        super().__init__()
+        self._at = (epoch, step)
+        self._epoch = 0
+        self.asked = False
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.asked = self.asked or (self._epoch, batch) >= self._at
+
+
+@pytest.fixture(autouse=True)
+def agree_at_every_step(monkeypatch):
+    monkeypatch.setattr(coordinator, "AGREE_EVERY_S", 0.0)
+
+
+CASES = {
+    "within": ((1, 10), {}), "first epoch": ((0, 22), {}), "last step": ((1, STEPS - 1), {}),
+    "steps per execution": ((1, 10), {"steps_per_execution": 5}), "ema": ((1, 10), {"ema": True}),
+    "accumulation": ((1, 10), {"optimizer": lambda: keras.optimizers.SGD(
+        0.05, momentum=0.9, gradient_accumulation_steps=4)}),
+}
+
+
+def made(options, seed=1):
+    return compiled(seed, **{name: value() if callable(value) else value
+                             for name, value in options.items()})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_end_is_the_same(tmp_path, name):
+    at, options = CASES[name]
+    config = TrainConfig(epochs=3, batch_per_rank=8, output=tmp_path / "whole",
+                         tensorboard=False)
+    whole = made(options)
+    expected = hvdtrain.fit(whole, data(), validation=data(16), config=config)
+    cut, ask = replace(config, output=tmp_path / "cut"), AskAt(*at)
+    with pytest.raises(StoppedError, match=r"All of it is in .*-sample-\d+\.keras; go on") as told:
+        hvdtrain.fit(made(options), data(), validation=data(16), config=cut, callbacks=[ask],
+                     stop_asked=lambda: ask.asked)
+    assert told.value.exit_code == 75
+    resumed = made(options, seed=99)
+    result = hvdtrain.fit(resumed, data(), validation=data(16),
+                          config=replace(cut, resume=True))
+    for figure, values in expected.history.items():
+        np.testing.assert_allclose(result.history[figure], values[result.first_epoch:], rtol=2e-5)
+    for a, b in zip(whole.variables, resumed.variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+    lines = [json.loads(line) for line in
+             (tmp_path / "cut/metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [1, 2, 3]
+
+
+def test_a_stop_waits_for_the_end_of_an_accumulation(tmp_path):
+    config = TrainConfig(epochs=2, batch_per_rank=8, output=tmp_path, tensorboard=False)
+    ask = AskAt(0, 21)
+    with pytest.raises(StoppedError, match="after step 24 of epoch 1"):
+        hvdtrain.fit(made(CASES["accumulation"][1]), data(), config=config, callbacks=[ask],
+                     stop_asked=lambda: ask.asked)
+
+
+def test_another_batch_size_goes_on_at_the_same_sample(tmp_path):
+    config = TrainConfig(epochs=2, batch_per_rank=8, output=tmp_path, tensorboard=False)
+    ask = AskAt(1, 10)
+    with pytest.raises(StoppedError):
+        hvdtrain.fit(compiled(), data(), config=config, callbacks=[ask],
+                     stop_asked=lambda: ask.asked)
+    (path,) = tmp_path.glob("checkpoints/*sample*")
+    state = read_state(path)
+    assert (state.epoch, path.name) == (1, f"epoch-00001-sample-{state.samples:09d}.keras")
+    hvdtrain.fit(compiled(), data(), config=replace(config, batch_per_rank=4, resume=True))
+    done = state.step + (STEPS * 8 - state.samples) // 4
+    assert read_state(tmp_path / "checkpoints/epoch-00002.keras").step == done
+
+
+def test_without_an_output_folder_nothing_is_saved():
+    ask = AskAt(0, 0)
+    with pytest.raises(StoppedError, match="Nothing was saved"):
+        hvdtrain.fit(compiled(), data(), config=TrainConfig(), callbacks=[ask],
+                     stop_asked=lambda: ask.asked)
+
+
+@pytest.mark.parametrize(("samples", "remainder"), [(200, "pad"), (203, "pad"), (203, "drop")])
+def test_steps_and_samples_of_a_position(samples, remainder):
+    plan = ShardPlan(samples=samples, rank=0, size=2, batch_per_rank=8, remainder=remainder)
+    for step in range(plan.steps + 1):
+        assert plan.step_after(plan.samples_before(step)) == step
+    assert plan.samples_before(3) == 48
+    assert plan.step_after(50) == 3
