@@ -42,11 +42,11 @@ from hvdtrain.launch.remote_shell import kubectl_of
 T = TypeVar("T")
 Say = Callable[[str], None]
 
-FACTS_LIMIT_S, ANSWER_LIMIT_S = 90.0, 15.0
+START_LIMIT_S, FACTS_LIMIT_S, ANSWER_LIMIT_S = 30.0, 90.0, 15.0
 _CLOCK_ROUNDS = 5
 _AT_ONCE = 64
 # What of this environment the ranks of other hosts will have, and what matters here.
-_SENT = ("HOME", "PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CUDA_VISIBLE_DEVICES", "CUDA_HOME")
+_SENT = ("HOME", "PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CUDA_VISIBLE_DEVICES", "SLURM_CONF")
 _SENT_BEGINNINGS = ("PYTHON", "KERAS_", "HVDTRAIN_", "HOROVOD_", "NCCL_", "TF_")
 _DEFAULT_OUTPUT = "runs"
 
@@ -163,7 +163,7 @@ class Round:
         peer = next((other for other in self.sessions if other != name), None)
         began = time.monotonic()
         session.start()
-        first = session.ask("clock", limit_s=FACTS_LIMIT_S)
+        first = session.ask("clock", limit_s=START_LIMIT_S)
         answer_s = time.monotonic() - began
         if "too_old" in first:
             return too_old_python(name, first["too_old"])

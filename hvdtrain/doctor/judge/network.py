@@ -14,6 +14,8 @@ from hvdtrain.launch.remote_shell import RemoteOptions
 
 _CLOCK_WARNING_S, _CLOCK_FAILED_S = 1.0, 60.0
 _EXIT_NO_PROGRAM = 127
+_NO_WAY = ("Invalid argument", "unreachable", "No route")
+"""What the routing table of a host says, not the firewall of another."""
 #: What ssh says -> what repairs it; `{port}` is `-p N ` or nothing.
 _SSH_FIXES = (
     ("Permission denied", "ssh-copy-id {port}{host}"),
@@ -110,16 +112,23 @@ def judge_ports(answers: Mapping[str, Mapping[str, str]],
     """
     tried = sum(len(targets) for targets in answers.values())
     if not tried:
-        return [not_applicable("ports", ALL_HOSTS, "there is one host")]
+        return [not_applicable("ports", ALL_HOSTS, "no second host to connect to")]
     findings = [
         failed("ports", source, f"cannot connect to {target}: {problem}",
                expected="TCP connections on all ports from 32768 to 60999, both ways",
-               fix=f"iptables -I INPUT -p tcp -s {addresses.get(source, source)} -j ACCEPT   (on "
-                   f"{target}; or use another network: --network-interface NAME)")
+               fix=_ports_fix(source, target, problem, addresses))
         for source, targets in answers.items() for target, problem in targets.items() if problem]
     if findings:
         return findings
     return [ok("ports", ALL_HOSTS, f"{tried} connections between {len(answers)} hosts")]
+
+
+def _ports_fix(source: str, target: str, problem: str, addresses: Mapping[str, str]) -> str:
+    other = "or use another network: --network-interface NAME"
+    if any(sign in problem for sign in _NO_WAY):
+        return f"ip route get {addresses.get(target, target)}   (on {source}; {other})"
+    return (f"iptables -I INPUT -p tcp -s {addresses.get(source, source)} -j ACCEPT   (on "
+            f"{target}; {other})")
 
 
 def judge_clock(host: HostView) -> list[Finding]:

@@ -11,13 +11,14 @@ from hvdtrain.doctor.finding import ALL_HOSTS, Finding, failed, not_applicable, 
 from hvdtrain.doctor.judge.view import HostView
 
 _PACKAGES = ("tensorflow", "keras", "horovod")
+ONE_HOST = "no second host to compare with"
 _NONE = "not installed"
 
 
 def judge_same_versions(hosts: Sequence[HostView]) -> list[Finding]:
     """Versions that all hosts must share; the host that differs is named."""
     if len(hosts) < 2:
-        return [not_applicable("same-versions", ALL_HOSTS, "there is one host")]
+        return [not_applicable("same-versions", ALL_HOSTS, ONE_HOST)]
     seen = {host.name: _versions(host.facts.python) for host in hosts
             if host.facts.python is not None}
     findings, shared = [], []
@@ -58,7 +59,7 @@ def judge_same_code(hosts: Sequence[HostView]) -> list[Finding]:
             for host in hosts if host.facts.python is not None
             and host.facts.python.hvdtrain_hash is not None}
     if len(seen) < 2:
-        return [not_applicable("same-code", ALL_HOSTS, "there is one host with hvdtrain")]
+        return [not_applicable("same-code", ALL_HOSTS, ONE_HOST)]
     usual = most_common([digest for digest, _ in seen.values()])
     model = next(host for host, (digest, _) in seen.items() if digest == usual)
     findings = [
@@ -83,7 +84,7 @@ def judge_directory(hosts: Sequence[HostView], seen: Mapping[str, bool | None],
     """
     others = [host for host in hosts if host.name in seen]
     if not others:
-        return [not_applicable(what, ALL_HOSTS, f"{path}: there is one host")]
+        return [ok(what, ALL_HOSTS, f"{path} can be written")]
     findings = []
     for host in others:
         there = host.facts.directory
@@ -123,5 +124,5 @@ def judge_job_files(hosts: Sequence[HostView], seen: Mapping[str, bool | None], 
     if findings:
         return findings
     if not apart:
-        return [not_applicable("job-files", ALL_HOSTS, "no host has a copy of its own")]
+        return [not_applicable("job-files", ALL_HOSTS, "no other host has a copy of its own")]
     return [ok("job-files", ALL_HOSTS, f"the same in {path}")]
