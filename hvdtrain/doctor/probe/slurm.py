@@ -39,9 +39,12 @@ def look_at_slurm(environ: Mapping[str, str]) -> SlurmFacts | None:
 
 def mpi_types(text: str) -> tuple[str, ...]:
     """The plugins in what `srun --mpi=list` prints."""
-    below = text.partition("are...")[2]
-    words = re.findall(r"^\s+(\w+)\s*$|types? available: ([\w,]+)", below, flags=re.MULTILINE)
-    return tuple(name for plain, listed in words for name in (plain or listed).split(",") if name)
+    found: list[str] = []
+    for line in text.partition("are...")[2].splitlines():
+        name = line.removeprefix("srun:").strip()
+        _, more, versions = name.partition(" available: ")
+        found += versions.split(",") if more else [name]
+    return tuple(name.strip() for name in found if name)
 
 
 def pmix_plugin(srun: str) -> Path | None:

@@ -132,7 +132,7 @@ def test_libraries_of_cuda_13():
 
 @pytest.mark.parametrize("text", [
     "MPI plugin types are...\n\tcray_shasta\n\tnone\n\tpmi2\n\tpmix\nspecific pmix plugin versions "
-    "available: pmix_v4\n",  # 22.05 and later
+    "available: pmix_v4\n",  # 22.05.8
     "srun: MPI types are...\nsrun: none\nsrun: pmi2\nsrun: pmix\nsrun: pmix_v4\n"
     "srun: cray_shasta\n",  # before
 ])
