@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[3]
 TOLD = {"collective": "horovod-gloo", "device": "CPU, 1 CPU thread", "bytes": 16 << 20,
         "seconds": 0.02, "rounds": 20, "size": 2}
 FINDINGS = (
-    ok("python", "hosta", "3.12.4"), ok("keras", "hosta", "3.15.1"), ok("python", "hostb", "3.12.4"),
+    ok("python", "hosta", "3.12.4"), ok("keras", "hosta", "3.15.1"),
+    ok("python", "hostb", "3.12.4"),
     failed("keras", "hostb", "2.15.0", expected=">=3.5", fix="pip install [keras]"),
     warning("clock", "hostb", "2 s", expected="1 s", fix="chronyc makestep"),
     not_applicable("slurm", "hosta", "no srun"))

@@ -1,0 +1,273 @@
+"""The doctor on this machine, and its conversation with hosts that misbehave in every way.
+
+The hosts are reached through programs named `ssh` that stand first on PATH; behind them is this
+machine.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import packaging
+import pytest
+
+from hvdtrain.doctor.options import DoctorOptions
+from hvdtrain.doctor.session import HostSession, HostSilentError
+from hvdtrain.launch.remote_shell import RemoteOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCTOR = (sys.executable, "-m", "hvdtrain", "doctor")
+RUN_HERE = 'eval "${@: -1}"'  # ssh's last argument is the command
+
+
+def doctor(*words: str, cwd: Path, env: dict[str, str] | None = None
+           ) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*DOCTOR, *words], cwd=cwd, env=os.environ | (env or {}), text=True,
+                          capture_output=True, timeout=240, check=False)
+
+
+def checks(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
+    return {finding["check"]: finding for finding in json.loads(done.stdout)["checks"]}
+
+
+@pytest.fixture
+def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Puts an `ssh` with this text first on PATH; gives the PATH."""
+    def make(text: str) -> str:
+        program = tmp_path / "bin" / "ssh"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/bash\n{text}\n")
+        program.chmod(0o755)
+        path = f"{program.parent}:{os.environ['PATH']}"
+        monkeypatch.setenv("PATH", path)
+        return path
+    return make
+
+
+def opened(host: str = "hostb") -> HostSession:
+    session = HostSession(host, RemoteOptions())
+    session.start()
+    return session
+
+
+def test_this_machine_is_well(tmp_path: Path) -> None:
+    done = doctor("--json", "--no-allreduce", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    found = checks(done)
+    assert found["python"]["found"].endswith(sys.executable)
+    assert found["horovod-loads"]["status"] == "ok"
+    assert found["hvdtrain"]["found"].startswith("0.1.0, ")
+    assert list(tmp_path.iterdir()) == []  # the file that was written to see who sees it
+    assert "allreduce" not in found
+
+
+@pytest.mark.slow
+def test_two_ranks_reduce_and_are_measured(tmp_path: Path) -> None:
+    done = doctor(cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " MB/s bus bandwidth: 16 MiB float32 in " in done.stdout
+    assert "with horovod-gloo, CPU" in done.stdout
+    assert "0 failed" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_sums_that_are_wrong_are_found() -> None:
+    # A collective of one, where two were promised: its sum is its own summand.
+    program = """
+from types import SimpleNamespace
+from hvdtrain.collectives.single import SingleCollective
+from hvdtrain.doctor.allreduce_probe import reduce_and_measure
+world = SimpleNamespace(rank=0, size=2)
+reduce_and_measure(SimpleNamespace(collective=SingleCollective(), world=world))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          timeout=120, check=False)
+    assert done.returncode == 1
+    assert "sums are wrong; number 1 is 1.0, but must be 3.0" in done.stderr
+
+
+def test_a_rank_that_dies_is_shown(tmp_path: Path) -> None:
+    # Python runs this file before the program: only the second of the two ranks breaks.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif os.environ.get('HOROVOD_RANK') == '1':\n"
+        "    sys.stderr.write('out of luck\\n')\n    sys.stderr.flush()\n    os._exit(9)\n")
+    done = doctor("--json", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    found = checks(done)["allreduce"]
+    assert (done.returncode, found["status"]) == (3, "failed")
+    assert found["found"].startswith("exit code 9: ")
+    assert "out of luck" in found["found"]
+    assert found["fix"].startswith("hvdtrain launch -np 2 -H localhost:2 --starter native -v -- ")
+
+
+def test_a_broken_setting_has_exit_code_3_and_a_repair(tmp_path: Path) -> None:
+    done = doctor("--json", cwd=tmp_path, env={"KERAS_BACKEND": "jax"})
+    found = checks(done)
+    assert done.returncode == 3
+    assert json.loads(done.stdout)["status"] == "failed"
+    assert found["keras-backend"]["fix"] == "export KERAS_BACKEND=tensorflow"
+    assert found["allreduce"]["found"].startswith("not run, because keras-backend failed on ")
+
+
+def test_a_python_without_tensorflow(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    needed = tmp_path / "needed"
+    needed.mkdir()
+    (needed / "packaging").symlink_to(Path(packaging.__file__).parent)
+    program = """
+import json, os
+from dataclasses import asdict
+from hvdtrain.doctor.examine import examine
+from hvdtrain.doctor.options import DoctorOptions
+findings = examine(DoctorOptions(), os.environ, lambda text: None).findings
+print(json.dumps({"checks": [asdict(finding) for finding in findings]}))
+"""
+    done = subprocess.run(
+        [tmp_path / "bare/bin/python", "-c", program], text=True, cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": f"{ROOT}:{needed}"},
+        capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = checks(done)
+    assert found["python"]["found"].endswith(str(tmp_path / "bare/bin/python"))
+    assert (found["tensorflow"]["status"], found["tensorflow"]["found"]) == (
+        "failed", "not installed")
+    assert "Horovod is not installed" in found["horovod"]["found"]
+    assert found["allreduce"]["found"].startswith("not run, because tensorflow failed on ")
+
+
+def test_gpus_are_read_from_nvidia_smi(tmp_path: Path) -> None:
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 81559, 550.54.15'\n")
+    smi.chmod(0o755)
+    env = {"PATH": f"{smi.parent}:{os.environ['PATH']}"}
+    found = checks(doctor("--json", "--no-allreduce", cwd=tmp_path, env=env))["gpus"]
+    assert found["status"] == "warning"
+    assert "1 x NVIDIA H100 80GB HBM3 81559 MiB, driver 550.54.15" in found["found"]
+
+
+def test_an_nvidia_smi_that_hangs_or_complains_is_no_hanging_doctor(tmp_path: Path) -> None:
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\n"
+                   "exit 18\n")
+    smi.chmod(0o755)
+    env = {"PATH": f"{smi.parent}:{os.environ['PATH']}"}
+    found = checks(doctor("--json", "--no-allreduce", cwd=tmp_path, env=env))["gpus"]
+    assert found["status"] == "warning"
+    assert "Driver/library version mismatch" in found["found"]
+    assert "modprobe" in found["fix"]
+
+
+def test_a_host_is_asked_through_ssh(fake_ssh, tmp_path: Path) -> None:
+    fake_ssh(RUN_HERE)
+    session = opened()
+    assert abs(session.ask("clock", limit_s=20)["time"] - time.time()) < 5
+    (tmp_path / "file").write_text("word")
+    answer = session.ask("file", limit_s=20, paths=[str(tmp_path / "file")], token="word")
+    assert answer == {str(tmp_path / "file"): True}
+    session.close()
+    assert session.noise == []
+
+
+def test_the_ports_of_two_hosts(fake_ssh, tmp_path: Path) -> None:
+    fake_ssh(RUN_HERE)
+    sessions = [opened("a"), opened("b")]
+    ports = [session.ask("facts", limit_s=60, token="word", peer=None, env={},
+                         directory=str(tmp_path))["network"]["port"] for session in sessions]
+    target = {"host": "b", "address": "127.0.0.1", "port": ports[1]}
+    closed = target | {"host": "closed", "port": 1}
+    assert sessions[0].ask("connect", limit_s=20, token="word", targets=[target, closed]) == {
+        "b": "", "closed": "127.0.0.1: Connection refused"}
+    assert sessions[0].ask("connect", limit_s=20, token="other", targets=[target]) == {
+        "b": "127.0.0.1 is answered by another"}
+    for session in sessions:
+        session.close()
+
+
+def test_what_login_scripts_print_is_no_answer(fake_ssh) -> None:
+    fake_ssh(f"echo Welcome to hostb; echo -n 'Quota: '; {RUN_HERE}")
+    session = opened()
+    assert "time" in session.ask("clock", limit_s=20)
+    session.close()
+    assert session.noise == ["Welcome to hostb", "Quota:"]
+
+
+@pytest.mark.parametrize(("text", "code", "words"), [
+    ("echo 'root@b: Permission denied (publickey).' >&2; exit 255", 255, "Permission denied"),
+    ("echo 'bash: /x/python: No such file' >&2; exit 127", 127, "No such file"),
+    ("exit 255", 255, "it ended with code 255 and said nothing"),
+    ("kill -9 $$", -9, "it ended with code -9"),
+])
+def test_why_a_host_does_not_answer_is_kept(fake_ssh, text: str, code: int, words: str) -> None:
+    fake_ssh(text)
+    with pytest.raises(HostSilentError) as caught:
+        opened().ask("clock", limit_s=20)
+    assert caught.value.code == code
+    assert words in caught.value.words
+
+
+@pytest.mark.parametrize("text", [
+    "exec sleep 600", "trap '' TERM; echo hanging >&2; while :; do sleep 1; done",
+    "exec 1>&-; exec sleep 600",  # it closes its output and stays
+    "yes",  # it never stops talking
+])
+def test_a_host_that_hangs_does_not_hang_the_doctor(fake_ssh, text: str) -> None:
+    fake_ssh(text)
+    session = opened()
+    began = time.monotonic()
+    with pytest.raises(HostSilentError):
+        session.ask("clock", limit_s=1)
+    session.close()
+    assert time.monotonic() - began < 8
+    with pytest.raises(HostSilentError, match="an earlier question"):
+        session.ask("clock", limit_s=1)
+
+
+def test_without_ssh_the_repair_is_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                 ) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(HostSilentError, match="ssh cannot be started"):
+        opened()
+
+
+def test_an_old_python_says_so() -> None:
+    # No older interpreter is here, so this one is made to ask for a newer.
+    boot = (ROOT / "hvdtrain/doctor/probe/boot.py").read_text()
+    newer = boot.replace("OLDEST = (3, 11)", "OLDEST = (99, 0)")
+    assert newer != boot
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", newer], capture_output=True, text=True,
+                          stdin=subprocess.DEVNULL, check=False)
+    told = json.loads(done.stdout.removeprefix("HVDTRAIN-DOCTOR "))
+    assert told == {"too_old": ".".join(map(str, sys.version_info[:3]))}
+
+
+def test_a_probe_whose_doctor_was_killed_ends(fake_ssh) -> None:
+    fake_ssh(RUN_HERE)
+    session = opened()
+    session.ask("clock", limit_s=20)
+    process = session._process
+    assert process is not None
+    process.stdin.close()
+    assert process.wait(timeout=10) == 0
+    process.stdout.close()
+    process.stderr.close()
+
+
+def test_ctrl_c_ends_the_doctor_though_a_host_hangs(fake_ssh, tmp_path: Path) -> None:
+    fake_ssh("exec sleep 600")
+    process = subprocess.Popen([*DOCTOR, "-H", "hostb,hostc"], cwd=tmp_path, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert "asking hostb, hostc" in process.stderr.readline()
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode != 0
+
+
+def test_the_options_for_the_way_to_the_hosts() -> None:
+    options = DoctorOptions(hosts="a:2", remote=RemoteOptions(port=22), network_interface=("ib0",))
+    assert options.as_words() == ["-H", "a:2", "--ssh-port", "22", "--network-interface", "ib0"]
