@@ -166,18 +166,28 @@ class Agent:
         self._end_ranks(min(_CUT_OFF_GRACE_S, self._work["grace_s"]))
 
     def _end_ranks(self, grace_s: float) -> None:
-        self._signal_all(signal.SIGTERM)
         self._signal_all(signal.SIGCONT)
+        self._signal_all(signal.SIGTERM)
         self._kill_at = time.monotonic() + grace_s
 
     def _signal_all(self, number: int) -> None:
         for process in self._ranks.values():
-            _signal_group(process.pid, number)
+            # A rank that somebody has stopped would not see the request to end.
+            deaf = number == signal.SIGTERM and _is_stopped(process.pid)
+            _signal_group(process.pid, signal.SIGKILL if deaf else number)
 
 
 def _signal_group(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody left in it
         os.killpg(pid, number)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def _forward(rank: int, name: str, descriptor: int, *, empty: bool = True) -> bool:

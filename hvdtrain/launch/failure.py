@@ -99,9 +99,14 @@ def describe(cause: RankEnd, ends: Mapping[int, RankEnd], *, np: int, started_s:
     lines, last = name_cause(cause, started_s=started_s), last_lines(cause, log)
     others = Counter(_fate(ends.get(rank)) for rank in range(np) if rank != cause.rank)
     if cause.secondary:
-        left = [str(end.rank) for end in ends.values() if not end.failed]
-        lines.append("every failure seen is of the kind 'another rank has gone'; ranks that left "
-                     f"early with code 0: {', '.join(left) or 'none'}")
+        left = [end for end in ends.values() if not end.failed and end.time_s <= cause.time_s]
+        for end in sorted(left, key=lambda end: -end.time_s):
+            lines.insert(0, f"rank {end.rank} on {end.host} left early with code 0, "
+                            f"{end.time_s - started_s:.1f} s after the start; the others could "
+                            "not go on without it")
+        if not left:
+            lines.append("every failure seen is of the kind 'another rank has gone', but none "
+                         "was seen to go first")
     if others:
         lines.append("the others: " + ", ".join(f"{n} {fate}" for fate, n in others.items()))
     return lines + last

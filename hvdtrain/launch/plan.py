@@ -15,6 +15,7 @@ from hvdtrain.launch.options import LaunchOptions
 from hvdtrain.launch.places import allocation_hosts, in_allocation, in_mpijob, place_ranks
 from hvdtrain.launch.remote_shell import RemoteOptions, kubectl_of
 from hvdtrain.launch.starters import choose_starter
+from hvdtrain.world.failure import REPORT_VARIABLE
 from hvdtrain.world.network import NETWORK_VARIABLE
 
 # Left by a launcher around this one; they would mislead the ranks, or the MPI under them.
@@ -74,6 +75,7 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str],
     env = _starter_env(starter, options, environ, facts, slots) | user
     request = Request(options=options, slots=slots, facts=facts, exported=tuple(sorted(user)))
     if request.has_other_hosts:
+        env = env | ({REPORT_VARIABLE: "1"} if starter == "mpirun" else {})
         request = replace(request, exported=tuple(sorted({*env, *_inherited(environ)})))
     return LaunchPlan(
         starter=starter, np=len(slots), slots=slots, argv=COMMANDS[starter](request), env=env,

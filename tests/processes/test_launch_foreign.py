@@ -12,6 +12,7 @@ from hvdtrain.launch.execute import launch
 from hvdtrain.launch.facts import Mpirun
 from hvdtrain.launch.options import LaunchOptions
 from hvdtrain.launch.plan import LaunchPlan, make_plan
+from hvdtrain.world.failure import FailureRecord
 from tests.launch_facts import facts
 
 
@@ -69,3 +70,57 @@ def test_importing_the_launcher_loads_no_big_library() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
                           check=True, cwd=Path(__file__).parents[3])
     assert done.stdout.strip() == ""
+
+
+DIALECTS = {
+    "openmpi 4": ("[1,0]<stdout>:", "[1,1]<stderr>:"),
+    "openmpi 5": ("[1,0]<stdout>: ", "[1,1]<stderr>: "),
+    "openmpi 5 by name": ("[prterun-hosta-1@1,0]<stdout>: ", "[prterun-hosta-1@1,1]<stderr>: "),
+    "hydra": ("[0] ", "[1] "),
+}
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_lines_of_ranks_are_read_back(tmp_path: Path, capfd: pytest.CaptureFixture[str],
+                                      name: str) -> None:
+    """On the screen as under our own starter, and in a log file per rank."""
+    out, err = DIALECTS[name]
+    body = (f"echo '{out}first'; echo '{out}[0] odd: 1'; echo '{err}second' >&2; "
+            "echo 'of mpirun itself'")
+    assert launch(planned(tmp_path, body, output=tmp_path / "logs")) == 0
+    shown, errors = capfd.readouterr()
+    assert shown == "[0] first\n[0] [0] odd: 1\nof mpirun itself\n"
+    assert errors == "[1] second\n"
+    assert [line[9:] for line in (tmp_path / "logs/rank.1.log").read_text().splitlines()] == [
+        "stderr second"]
+
+
+def test_the_rank_that_failed_is_named_with_its_last_lines(
+        tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """mpirun's own code is that of the rank whose end it saw first."""
+    record = FailureRecord(rank=1, host="x", time_s=time.time(), error="ValueError",
+                           message="bad sample", primary=True, code=7)
+    body = (f"echo '[1,1]<stderr>: reading shard 17' >&2; echo '[1,1]<stderr>: {record.to_line()}'"
+            " >&2; exit 1")
+    assert launch(planned(tmp_path, body)) == 7
+    err = capfd.readouterr().err
+    assert "rank 1 on localhost failed " in err
+    assert "exit code 7, ValueError: bad sample" in err
+    assert "  | reading shard 17" in err
+
+
+def test_a_starter_that_hangs_after_a_failure_is_ended(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdtrain.launch.foreign._FAILURE_GRACE_S", 0.3)
+    record = FailureRecord(rank=1, host="x", time_s=time.time(), error="ValueError",
+                           message="bad sample", primary=True)
+    started = time.monotonic()
+    assert launch(planned(tmp_path, f"echo '[1,1]<stderr>: {record.to_line()}'; exec sleep 60")
+                  ) == 1
+    assert time.monotonic() - started < 2.0
+
+
+def test_processes_that_a_starter_leaves_are_ended(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    assert launch(planned(tmp_path, f"setsid sleep 60 & echo $! > '{pid}'; exit 0")) == 0
+    assert not Path(f"/proc/{pid.read_text().strip()}").exists()

@@ -95,3 +95,13 @@ def test_a_failure_record_survives_its_line() -> None:
 @pytest.mark.parametrize("line", ["HVD-FAILED", "HVD-FAILED {", 'HVD-FAILED {"rank": 1}', "x"])
 def test_other_lines_are_no_failure_record(line: str) -> None:
     assert FailureRecord.from_line(line) is None
+
+
+def test_a_rank_that_left_early_with_0_is_named_first() -> None:
+    lost = end(0, 1, 3.0, tail=("HorovodInternalError: Connection closed by peer",))
+    lines = describe(lost, {0: lost, 1: end(1, 0, 2.0), 2: end(2, 0, 3.5)}, np=3, started_s=1.0,
+                     log=None)
+    assert lines[0] == ("rank 1 on h left early with code 0, 1.0 s after the start; the others "
+                        "could not go on without it")
+    assert lines[1].startswith("rank 0 on h failed 2.0 s after the start: exit code 1")
+    assert "rank 2 on h left" not in "\n".join(lines)
