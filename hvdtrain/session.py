@@ -20,6 +20,7 @@ from hvdtrain.config import TrainConfig, check_hang_timeout
 from hvdtrain.errors import WorldError
 from hvdtrain.horovod_check import check_horovod
 from hvdtrain.optional import require
+from hvdtrain.runtime.guard import watch_uncaught
 from hvdtrain.runtime.progress import IDLE, Progress
 from hvdtrain.runtime.watchdog import Watchdog, start_watchdog
 from hvdtrain.world import World
@@ -57,7 +58,8 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
          environ: MutableMapping[str, str] | None = None) -> Session:
     """Find out which rank this process is, pin its devices and meet the others. All ranks.
 
-    Call it before the first TensorFlow operation. A second call returns the same session.
+    Call it before the first TensorFlow operation. A second call returns the same session. From
+    then on an error that nobody catches ends this rank at once, and is reported to the launcher.
 
     Args:
         collective: String, `"auto"`, `"horovod-gloo"`, `"horovod-mpi"`, `"mpi4py"` or `"single"`.
@@ -95,6 +97,8 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
         meet(world, env)
     made = create(choice)
     compare_with_promise(world, made)
+    if world.size > 1:
+        watch_uncaught(world, env)
     progress = Progress()
     session = Session(
         world=world, collective=made, choice=choice, devices=plan, progress=progress,

@@ -64,7 +64,8 @@ def launch_command(
     output: Annotated[Path | None, typer.Option(
         help="Directory for one log file per rank.")] = None,
     timeout: Annotated[float | None, typer.Option(
-        metavar="SECONDS", help="Limit for the whole job.", show_default="none")] = None,
+        "--timeout", "--timeout-s", metavar="SECONDS", help="Limit for the whole job.",
+        show_default="none")] = None,
     grace: Annotated[float, typer.Option(
         metavar="SECONDS", help="From SIGTERM to SIGKILL when the job is told to stop."
     )] = LaunchOptions.grace_s,

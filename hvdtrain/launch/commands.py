@@ -23,6 +23,8 @@ class Request:
     facts: LaunchFacts
     exported: tuple[str, ...]
     """Names of the variables that every rank must get."""
+    rsh_agent: str | None = None
+    """A program in place of ssh, as early MPI operators for Kubernetes have one."""
 
     @property
     def hosts(self) -> dict[str, int]:
@@ -104,20 +106,25 @@ def _mpirun(request: Request) -> tuple[str, ...]:
     # Naming the transports saves the second in which MPI_Init probes the others.
     line += ["--mca", "pml", "ob1", "--mca", "btl", f"self,{'sm' if modern else 'vader'},tcp"]
     if request.has_other_hosts:
-        line += _openmpi_remote(options, modern=modern)
+        line += _openmpi_remote(options, request.rsh_agent, modern=modern)
     for name in request.exported:
         line += ["-x", name]
     return (*line, *options.command)
 
 
-def _openmpi_remote(options: LaunchOptions, *, modern: bool) -> list[str]:
-    """The parameters of Open MPI's own connections were renamed in 5."""
+def _openmpi_remote(options: LaunchOptions, rsh_agent: str | None, *, modern: bool) -> list[str]:
+    """The parameters of Open MPI's own connections were renamed in 5.
+
+    It ignores OMPI_MCA_plm_rsh_agent, which the operators set, and would start all ranks here.
+    """
     line = []
     daemons = "--prtemca" if modern else "--mca"
     if options.network_interface:
         networks = ",".join(options.network_interface)
         line += ["--mca", "btl_tcp_if_include", networks,
                  daemons, "prte_if_include" if modern else "oob_tcp_if_include", networks]
+    if rsh_agent is not None:
+        return [*line, daemons, "plm_ssh_agent" if modern else "plm_rsh_agent", rsh_agent]
     return [*line, daemons, "plm_ssh_args" if modern else "plm_rsh_args",
             openmpi_ssh_args(options.remote)]
 

@@ -73,7 +73,8 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str],
     _check_places(environ, facts, starter, slots)
     user = _user_env(options, environ)
     env = _starter_env(starter, options, environ, facts, slots) | user
-    request = Request(options=options, slots=slots, facts=facts, exported=tuple(sorted(user)))
+    request = Request(options=options, slots=slots, facts=facts, exported=tuple(sorted(user)),
+                      rsh_agent=environ.get("OMPI_MCA_plm_rsh_agent"))
     if request.has_other_hosts:
         env = env | ({REPORT_VARIABLE: "1"} if starter == "mpirun" else {})
         request = replace(request, exported=tuple(sorted({*env, *_inherited(environ)})))

@@ -122,6 +122,17 @@ def install(world: World, environ: Mapping[str, str]) -> Guard:
     return guard
 
 
+def watch_uncaught(world: World, environ: Mapping[str, str]) -> None:
+    """Guard a script of the user's against uncaught errors alone; signals stay the script's.
+
+    Nothing is done where a hook is set already: by `install`, a debugger or a notebook.
+    """
+    if sys.excepthook is not sys.__excepthook__:
+        return
+    guard = Guard(world, report=environ.get(REPORT_VARIABLE) == "1")
+    sys.excepthook = lambda kind, error, trace: guard.fail(error)
+
+
 def exit_code_of(error: BaseException) -> int:
     """The code a process should leave with after an error."""
     if isinstance(error, HvdtrainError):

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,32 @@ def test_words_reach_the_tasks_of_srun_unchanged(slurm: PrivateSlurm, tmp_path: 
     found = re.findall(r"^\[0\] (\[.*)$", done.stdout, flags=re.MULTILINE)
     assert [json.loads(line) for line in found] == [
         ["x", *words[1:], "1,B=2; \"c\" 'd'"]], done.stdout
+
+
+def test_a_tfjob_starts_itself_though_its_names_are_known_late(fragile_hosts: VirtualHosts) -> None:
+    """Kubernetes publishes the names of pods some time after they have started."""
+    cluster = {"chief": ["job-chief-0:2222"], "worker": ["job-worker-0:2222"]}
+    processes = [
+        fragile_hosts.start(host, RANK, cwd=ROOT, env=ENV | {"TF_CONFIG": json.dumps(
+            {"cluster": cluster, "task": {"type": kind, "index": 0}})})
+        for host, kind in (("hosta", "chief"), ("hostb", "worker"))]
+    time.sleep(2.0)
+    names = "".join(f"{fragile_hosts.address(host)} {name}\\n" for host, name in (
+        ("hosta", "job-chief-0"), ("hostb", "job-worker-0")))
+    fragile_hosts.run("hosta", ["bash", "-c", f"printf '{names}' >> /etc/hosts"])
+    said = [process.communicate(timeout=40)[0] for process in processes]
+    found = ranks(subprocess.CompletedProcess([], max(p.returncode for p in processes),
+                                              "".join(said)))
+    assert {rank: (r["host"], r["place"][:2], r["starter"]) for rank, r in found.items()} == {
+        0: ("hosta", [0, 2], "tf_config"), 1: ("hostb", [1, 2], "tf_config")}
+
+
+def test_a_name_that_is_never_known_is_told(hosts: VirtualHosts) -> None:
+    config = {"cluster": {"worker": ["nowhere-0:1", "nowhere-1:1"]},
+              "task": {"type": "worker", "index": 1}}
+    program = ("import os; from hvdtrain.world import detect_world; "
+               "from hvdtrain.runtime.bootstrap import bootstrap; "
+               "bootstrap(detect_world(os.environ), os.environ, timeout_s=1.0)")
+    done = hosts.run("hosta", [sys.executable, "-c", program], cwd=ROOT,
+                     env=ENV | {"TF_CONFIG": json.dumps(config)})
+    assert "The host name nowhere-0 cannot be resolved" in done.stdout

@@ -74,6 +74,16 @@ def test_sys_exit_in_a_context_is_a_failure(body: str, code: int, message: str) 
     assert (done.returncode, record_of(done).message, done.stdout) == (code, message, "")
 
 
+def test_a_script_that_only_calls_init_is_guarded_against_uncaught_errors() -> None:
+    program = (PROGRAM + "from hvdtrain.runtime.guard import watch_uncaught\n"
+               "watch_uncaught(world, {'HVDTRAIN_REPORT': '1'})\n"
+               "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
+               "raise ValueError('bad sample')")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          cwd=ROOT, timeout=20, check=False)
+    assert (done.returncode, done.stdout, record_of(done).error) == (1, "", "ValueError")
+
+
 def test_an_ordinary_end_runs_the_ordinary_shutdown() -> None:
     done = rank("with guard:\n    sys.exit(0)")
     assert (done.returncode, done.stdout, done.stderr) == (0, "SHUTDOWN\n", "")
