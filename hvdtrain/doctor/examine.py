@@ -45,6 +45,8 @@ Say = Callable[[str], None]
 START_LIMIT_S, FACTS_LIMIT_S, ANSWER_LIMIT_S = 30.0, 90.0, 15.0
 _CLOCK_ROUNDS = 5
 _AT_ONCE = 64
+_PEERS = 3
+"""Some names may not be known to a host; looking up each of many would take long."""
 # What of this environment the ranks of other hosts will have, and what matters here.
 _SENT = ("HOME", "PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CUDA_VISIBLE_DEVICES", "SLURM_CONF")
 _SENT_BEGINNINGS = ("PYTHON", "KERAS_", "HVDTRAIN_", "HOROVOD_", "NCCL_", "TF_")
@@ -150,8 +152,8 @@ class Round:
             findings += judge_reached(view)
         for judge in (*SOFTWARE, *DEVICES, *SLURM):
             findings += [finding for view in views for finding in judge(view)]
-        findings += [judge_interface(view, self.options.network_interface, several=len(
-            self.sessions) > 1) for view in views]
+        findings += [judge_interface(view, self.options.network_interface,
+                                     several=len(self.views) > 1) for view in views]
         findings += ports
         findings += [finding for view in self.views.values() for finding in judge_clock(view)]
         findings += judge_same_versions(views)
@@ -160,14 +162,14 @@ class Round:
 
     def _facts_of(self, name: str) -> HostView | Finding:
         session = self.sessions[name]
-        peer = next((other for other in self.sessions if other != name), None)
+        peers = [other for other in self.sessions if other != name][:_PEERS]
         began = time.monotonic()
         session.start()
         first = session.ask("clock", limit_s=START_LIMIT_S)
         answer_s = time.monotonic() - began
         if "too_old" in first:
             return too_old_python(name, first["too_old"])
-        told = session.ask("facts", limit_s=FACTS_LIMIT_S, token=self.token, peer=peer,
+        told = session.ask("facts", limit_s=FACTS_LIMIT_S, token=self.token, peers=peers,
                            directory=os.getcwd(), env=self._sent_env(session))
         slots = next((host.slots for host in self.hosts if host.name == name), None)
         return HostView(name=name, facts=facts_from_json(told), slots=slots,

@@ -176,7 +176,7 @@ def test_a_host_is_asked_through_ssh(fake_ssh, tmp_path: Path) -> None:
 def test_the_ports_of_two_hosts(fake_ssh, tmp_path: Path) -> None:
     fake_ssh(RUN_HERE)
     sessions = [opened("a"), opened("b")]
-    ports = [session.ask("facts", limit_s=60, token="word", peer=None, env={},
+    ports = [session.ask("facts", limit_s=60, token="word", peers=[], env={},
                          directory=str(tmp_path))["network"]["port"] for session in sessions]
     target = {"host": "b", "address": "127.0.0.1", "port": ports[1]}
     closed = target | {"host": "closed", "port": 1}

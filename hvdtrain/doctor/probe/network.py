@@ -34,18 +34,19 @@ class Listener:
                 client.sendall(self._token)
 
 
-def look_at_network(environ: Mapping[str, str], peer: str | None, port: int) -> NetworkFacts:
-    """Interfaces, and the addresses by which launcher, peer and this host see each other.
+def look_at_network(environ: Mapping[str, str], peers: Sequence[str], port: int) -> NetworkFacts:
+    """Interfaces, and the addresses by which launcher, peers and this host see each other.
 
     Args:
         environ: Environment of this process; ssh tells its connection in it.
-        peer: String, the name of another host, or None.
+        peers: Names of other hosts; the first that is known here shows the way.
         port: Where the listener of this probe is.
     """
     own_address = None
-    if peer is not None:
+    for peer in peers:
         with suppress(OSError):  # the name is not known here, or there is no way
             own_address = route_to(peer).own_address
+            break
     connection = environ.get("SSH_CONNECTION", "").split()
     return NetworkFacts(
         interfaces=interfaces(), own_address=own_address, port=port,

@@ -61,7 +61,7 @@ def look(request: Mapping[str, Any], port: int) -> dict[str, Any]:
     parts: dict[str, Callable[[], Any]] = {
         "gpu": lambda: look_at_gpus(os.environ), "machine": look_at_machine,
         "slurm": lambda: look_at_slurm(os.environ),
-        "network": lambda: look_at_network(login, request["peer"], port)}
+        "network": lambda: look_at_network(login, request["peers"], port)}
     if python is not None:
         parts |= {
             "horovod": lambda: check_horovod(paths=python.path, ext_suffix=python.ext_suffix),
