@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import selectors
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from hvdtrain.launch.failure import RankEnd, first_failure, last_lines, name_cau
 from hvdtrain.launch.native import EXIT_TIMEOUT
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.signals import SignalInbox
+from hvdtrain.launch.starter_words import RANK_LINES, StarterWords
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.1
@@ -32,18 +32,6 @@ _KILL_AFTER_S = 5.0
 _SRUN_PATIENCE_S = 1.0
 """srun does not end a job itself (its --kill-on-bad-exit would also strike at ranks that stop on
 request, one after the other); this launcher does, after the others had time to fail."""
-_LINES = {
-    "srun": re.compile(rb" *(?P<rank>\d+): (?P<text>.*)"),
-    "horovodrun": re.compile(rb"\[(?P<rank>\d+)\]<(?P<stream>stdout|stderr)>: ?(?P<text>.*)"),
-    # Open MPI 4 and 5, with the job before the rank; hydra's -l.
-    "mpirun": re.compile(rb"\[(?:[^,\]]+,)?(?P<rank>\d+)\]"
-                         rb"(?:<(?P<stream>stdout|stderr)>:)? ?(?P<text>.*)"),
-}
-_SRUN_TASK = re.compile(r"srun: error: \S+: tasks? (?P<rank>\d+)\S*: (?:Exited with exit code "
-                        r"(?P<code>\d+)|(?P<killed>Killed|Segmentation fault|Aborted))")
-_SRUN_SIGNALS = {"Killed": signal.SIGKILL, "Segmentation fault": signal.SIGSEGV,
-                 "Aborted": signal.SIGABRT}
-
 
 class ForeignJob:
     """One job under another starter."""
@@ -51,7 +39,8 @@ class ForeignJob:
     def __init__(self, plan: LaunchPlan, console: Console) -> None:
         self._plan = plan
         self._console = console
-        self._line = _LINES[plan.starter]
+        self._line = RANK_LINES[plan.starter]
+        self._words = StarterWords(plan.starter)
         self._rest = {"stdout": b"", "stderr": b""}
         self._started_s = time.time()
         self._ends: dict[int, RankEnd] = {}
@@ -177,11 +166,9 @@ class ForeignJob:
 
     def _take_of_starter(self, stream: str, line: bytes) -> None:
         text = line.decode(errors="replace")
-        found = _SRUN_TASK.match(text) if self._plan.starter == "srun" else None
-        if found is not None and int(found["rank"]) not in self._ends:
-            killed = found["killed"]
-            code = -_SRUN_SIGNALS[killed] if killed else int(found["code"])
-            self._ends[int(found["rank"])] = self._end(int(found["rank"]), code, time.time())
+        said = self._words.read(text)
+        if said is not None and said.rank < self._plan.np and said.rank not in self._ends:
+            self._ends[said.rank] = self._end(said.rank, said.code, time.time())
         self._console.pass_on(stream, text)
 
     def _end(self, rank: int, code: int, time_s: float) -> RankEnd:
