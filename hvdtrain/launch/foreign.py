@@ -33,6 +33,7 @@ _SRUN_PATIENCE_S = 1.0
 """srun does not end a job itself (its --kill-on-bad-exit would also strike at ranks that stop on
 request, one after the other); this launcher does, after the others had time to fail."""
 
+
 class ForeignJob:
     """One job under another starter."""
 

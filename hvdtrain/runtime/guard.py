@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from hvdtrain.errors import EXIT_RUN_FAILED, HvdtrainError
+from hvdtrain.runtime.descendants import kill_descendants
 from hvdtrain.runtime.stop import StopFlag
 from hvdtrain.world.failure import REPORT_VARIABLE, FailureRecord, is_secondary
 from hvdtrain.world.world import World
@@ -72,6 +73,7 @@ class Guard:
         _flush()
         if secondary and not self.stop.requested:
             time.sleep(_SECONDARY_WAIT_S)
+        kill_descendants()
         os._exit(code)
 
     def uninstall(self) -> None:
@@ -100,6 +102,7 @@ class Guard:
             sys.stderr.write(f"{message}\n")
         self._tell("SystemExit", message or str(code), code, primary=not self.stop.requested)
         _flush()
+        kill_descendants()
         os._exit(code)
 
     def _tell(self, error: str, message: str, code: int, *, primary: bool) -> None:

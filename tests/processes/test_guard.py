@@ -84,6 +84,14 @@ def test_a_script_that_only_calls_init_is_guarded_against_uncaught_errors() -> N
     assert (done.returncode, done.stdout, record_of(done).error) == (1, "", "ValueError")
 
 
+def test_a_failing_rank_leaves_no_workers() -> None:
+    done = rank("import subprocess\nchild = subprocess.Popen(['/bin/sh', '-c', 'sleep 61; :'])\n"
+                "time.sleep(0.2)\nprint(child.pid, flush=True)\nraise ValueError('bad sample')")
+    assert done.returncode == 1  # `run` has waited for all that held the pipes
+    command = Path(f"/proc/{done.stdout.strip()}/cmdline")
+    assert not command.exists() or not command.read_bytes()  # or waits for init to bury it
+
+
 def test_an_ordinary_end_runs_the_ordinary_shutdown() -> None:
     done = rank("with guard:\n    sys.exit(0)")
     assert (done.returncode, done.stdout, done.stderr) == (0, "SHUTDOWN\n", "")

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from hvdtrain.errors import EXIT_RUN_FAILED
 from hvdtrain.log import rank_prefix
+from hvdtrain.runtime.descendants import kill_descendants
 from hvdtrain.runtime.watchdog.judge import Verdict
 from hvdtrain.world.failure import FailureRecord
 
@@ -43,6 +44,7 @@ def leave(verdict: Verdict, me: Identity) -> NoReturn:
     saying.start()
     saying.join(_SAY_LIMIT_S)
     time.sleep(_CAUSE_WAIT_S if me.rank in verdict.causes else _OTHERS_WAIT_S)
+    kill_descendants()
     os._exit(_code(verdict))
 
 
