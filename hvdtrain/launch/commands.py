@@ -126,11 +126,11 @@ def _openmpi_remote(options: LaunchOptions, rsh_agent: str | None, *, modern: bo
     if rsh_agent is not None:
         return [*line, daemons, "plm_ssh_agent" if modern else "plm_rsh_agent", rsh_agent]
     return [*line, daemons, "plm_ssh_args" if modern else "plm_rsh_args",
-            openmpi_ssh_args(options.remote)]
+            mpi_ssh_args(options.remote)]
 
 
-def openmpi_ssh_args(remote: RemoteOptions) -> str:
-    """The options of ssh as one text, which Open MPI cuts at blanks."""
+def mpi_ssh_args(remote: RemoteOptions) -> str:
+    """The options of ssh as one text, which MPIs cut at blanks."""
     words = ["-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new"]
     if remote.port is not None:
         words += ["-p", str(remote.port)]

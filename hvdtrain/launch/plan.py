@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.hosts import Slot
-from hvdtrain.launch.commands import COMMANDS, Request, local_hosts, openmpi_ssh_args
+from hvdtrain.launch.commands import COMMANDS, Request, local_hosts, mpi_ssh_args
 from hvdtrain.launch.facts import LaunchFacts, Mpirun
 from hvdtrain.launch.options import LaunchOptions
 from hvdtrain.launch.places import allocation_hosts, in_allocation, in_mpijob, place_ranks
@@ -76,7 +76,7 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str],
     request = Request(options=options, slots=slots, facts=facts, exported=tuple(sorted(user)),
                       rsh_agent=environ.get("OMPI_MCA_plm_rsh_agent"))
     if request.has_other_hosts:
-        env = env | ({REPORT_VARIABLE: "1"} if starter == "mpirun" else {})
+        env = env | (_mpirun_elsewhere_env(options, facts) if starter == "mpirun" else {})
         request = replace(request, exported=tuple(sorted({*env, *_inherited(environ)})))
     return LaunchPlan(
         starter=starter, np=len(slots), slots=slots, argv=COMMANDS[starter](request), env=env,
@@ -173,9 +173,17 @@ def _starter_env(starter: str, options: LaunchOptions, environ: Mapping[str, str
     return defaults
 
 
+def _mpirun_elsewhere_env(options: LaunchOptions, facts: LaunchFacts) -> dict[str, str]:
+    """What ranks on other hosts would miss; and MPICH's way to give options to ssh."""
+    env = {REPORT_VARIABLE: "1"}
+    if facts.mpirun is not None and facts.mpirun.flavour == "mpich":
+        env["HYDRA_LAUNCHER_EXTRA_ARGS"] = mpi_ssh_args(options.remote)
+    return env
+
+
 def _horovodrun_mpi_env(options: LaunchOptions, environ: Mapping[str, str],
                         mpirun: Mpirun) -> dict[str, str]:
     """It looks for mpirun on PATH only, and knows the ssh options of old Open MPI only."""
     args = "PRTE_MCA_plm_ssh_args" if mpirun.major >= 5 else "OMPI_MCA_plm_rsh_args"
     return {"PATH": f"{Path(mpirun.path).parent}:{environ.get('PATH', '/usr/bin:/bin')}",
-            args: openmpi_ssh_args(options.remote)}
+            args: mpi_ssh_args(options.remote)}
