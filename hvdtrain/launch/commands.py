@@ -73,8 +73,12 @@ def _srun_mpi(request: Request) -> str:
 
 def _horovodrun(request: Request) -> tuple[str, ...]:
     options, facts = request.options, request.facts
-    line = [str(Path(facts.scripts_dir) / "horovodrun"), "-np", str(len(request.slots)),
-            "-H", request.host_list]
+    line = [str(Path(facts.scripts_dir) / "horovodrun"), "-np", str(len(request.slots))]
+    if options.elastic.host_discovery_script is None:
+        line += ["-H", request.host_list]
+    elif options.hosts is not None or options.hostfile is not None:
+        raise LaunchError("Hosts are named, and a --host-discovery-script too. Expected one of "
+                          "them.")
     if options.collective == "horovod-mpi":
         line.append("--mpi")
         if facts.mpirun is not None and facts.mpirun.flavour == "openmpi":

@@ -29,9 +29,10 @@ _LAST_WORDS_S = 0.5
 _FAILURE_GRACE_S = 10.0
 """How long a starter may take to end a job of which a rank has said that it failed."""
 _KILL_AFTER_S = 5.0
-_SRUN_PATIENCE_S = 1.0
+_SRUN_CAUSE_S, _SRUN_PATIENCE_S = 3.0, 1.0
 """srun does not end a job itself (its --kill-on-bad-exit would also strike at ranks that stop on
-request, one after the other); this launcher does, after the others had time to fail."""
+request, one after the other); this launcher does, after the cause and the others had time to
+fail."""
 
 
 class ForeignJob:
@@ -126,13 +127,19 @@ class ForeignJob:
             self._console.say(f"the limit of {self._plan.timeout_s:g} s is over")
             self._timed_out = True
             self._ask(process, self._plan.stop_signal, self._plan.grace_s)
-        if self._end_at is None and any(map(_is_cause, self._ends.values())):
-            wait_s = _SRUN_PATIENCE_S if self._plan.starter == "srun" else _FAILURE_GRACE_S
-            self._end_at = time.monotonic() + wait_s
+        failed = [end for end in self._ends.values() if end.failed and end.code != EXIT_STOPPED]
+        if self._end_at is None and failed:
+            self._end_at = time.monotonic() + self._patience_s(failed)
         if self._end_at is not None and time.monotonic() >= self._end_at:
             # A starter that has not been asked to end may still end ranks on other hosts.
+            self._stopped_s = self._stopped_s or time.time()
             self._ask(process, signal.SIGKILL if self._terminated else signal.SIGTERM,
                       _KILL_AFTER_S)
+
+    def _patience_s(self, failed: list[RankEnd]) -> float:
+        if self._plan.starter != "srun":
+            return _FAILURE_GRACE_S
+        return _SRUN_CAUSE_S if all(end.secondary for end in failed) else _SRUN_PATIENCE_S
 
     def _ask(self, process: subprocess.Popen[bytes], number: int, wait_s: float) -> None:
         """Send a signal; what comes next is due after `wait_s`."""
@@ -201,10 +208,6 @@ class ForeignJob:
         if code < 0:
             self._console.say(f"{self._plan.starter} was killed by {signal_name(-code)}")
         return _shell(code)
-
-
-def _is_cause(end: RankEnd) -> bool:
-    return end.failed and not end.secondary and end.code != EXIT_STOPPED
 
 
 def _shell(code: int) -> int:

@@ -54,8 +54,9 @@ CASES: dict[str, dict[str, Any]] = {
         "mpirun": MPICH, "horovod_mpi_kind": "mpich"}},
     "horovodrun_hosts": REMOTE | {
         "starter": "horovodrun", "network_interface": ("ib0",), "elastic": ElasticOptions(
-            min_np=2, max_np=8, host_discovery_script=Path("./my hosts.sh"), slots_per_host=4,
-            elastic_timeout_s=60, reset_limit=3)},
+            min_np=2, max_np=8, elastic_timeout_s=60, reset_limit=3)},
+    "horovodrun_discovery": {"starter": "horovodrun", "elastic": ElasticOptions(
+        min_np=2, host_discovery_script=Path("./my hosts.sh"), slots_per_host=4)},
     "horovodrun_mpi": {"starter": "horovodrun", "collective": "horovod-mpi"},
     "srun": {"np": None, "environ": JOB, "machine": {"srun": "/usr/bin/srun"}},
     "srun_some": {"np": 3, "environ": JOB | {"SLURM_CPUS_PER_TASK": "6"},
@@ -109,6 +110,8 @@ def test_auto_takes_what_can_work(options: dict[str, Any], machine: dict[str, ob
     ({"starter": "srun"}, {}, "no srun on PATH"),
     ({"starter": "srun"}, {"srun": "/usr/bin/srun"}, "SLURM_JOB_ID is not set"),
     ({"hosts": "hosta:2,localhost:2"}, {}, "hosta, localhost are the same host"),
+    (HOSTS | {"starter": "horovodrun", "elastic": ElasticOptions(
+        host_discovery_script=Path("x"))}, {}, "and a --host-discovery-script too"),
     ({"elastic": ElasticOptions(min_np=1)}, {}, "--min-np is an option of horovodrun"),
     ({"starter": "horovodrun", "network_interface": ("10.0.0.0/8",)}, {}, "takes names"),
     (REMOTE | {"starter": "mpirun", "remote": RemoteOptions(identity_file=Path("/my keys/k"))},
