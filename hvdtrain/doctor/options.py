@@ -47,18 +47,3 @@ class DoctorOptions:
         if self.hostfile is not None:
             return read_hostfile(self.hostfile)
         return parse_hosts(self.hosts) if self.hosts is not None else ()
-
-    def as_words(self) -> list[str]:
-        """The hosts and the way to them, as options of `hvdtrain launch` and `doctor`."""
-        words: list[str] = []
-        if self.hostfile is not None:
-            words += ["--hostfile", str(self.hostfile)]
-        elif self.hosts is not None:
-            words += ["-H", self.hosts]
-        if self.remote.port is not None:
-            words += ["--ssh-port", str(self.remote.port)]
-        if self.remote.identity_file is not None:
-            words += ["--ssh-identity-file", str(self.remote.identity_file)]
-        if self.network_interface:
-            words += ["--network-interface", ",".join(self.network_interface)]
-        return words

@@ -67,5 +67,6 @@ def summary(report: Report) -> str:
     """The last line."""
     count = {status: sum(finding.status == status for finding in report.findings)
              for status in _WORDS}
-    return (f"{count['failed']} failed, {count['warning']} warnings, {count['ok']} ok, "
+    plural = "" if count["warning"] == 1 else "s"
+    return (f"{count['failed']} failed, {count['warning']} warning{plural}, {count['ok']} ok, "
             f"{count['not_applicable']} not applicable, in {report.seconds:.1f} s")

@@ -15,7 +15,6 @@ from pathlib import Path
 import packaging
 import pytest
 
-from hvdtrain.doctor.options import DoctorOptions
 from hvdtrain.doctor.session import HostSession, HostSilentError
 from hvdtrain.launch.remote_shell import RemoteOptions
 
@@ -266,8 +265,3 @@ def test_ctrl_c_ends_the_doctor_though_a_host_hangs(fake_ssh, tmp_path: Path) ->
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=10)
     assert process.returncode != 0
-
-
-def test_the_options_for_the_way_to_the_hosts() -> None:
-    options = DoctorOptions(hosts="a:2", remote=RemoteOptions(port=22), network_interface=("ib0",))
-    assert options.as_words() == ["-H", "a:2", "--ssh-port", "22", "--network-interface", "ib0"]

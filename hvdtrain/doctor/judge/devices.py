@@ -90,7 +90,8 @@ def judge_gpus(host: HostView) -> list[Finding]:
     there = visible_gpus(gpu)
     if host.slots is not None and there and host.slots > there:
         return [failed("gpus", host.name, f"{found}; {host.slots} ranks are to run here",
-                       expected="one GPU for each rank", fix=f"-H {host.name}:{there}")]
+                       expected="one GPU for each rank",
+                       fix=f"hvdtrain launch -H {host.name}:{there} ...")]
     if gpu.problem:
         return [warning("gpus", host.name, f"{found}; {gpu.problem}",
                         expected="nvidia-smi answers", fix="nvidia-smi   (see what it says)")]
@@ -137,7 +138,8 @@ def judge_cores(host: HostView) -> list[Finding]:
                                   if quota is not None else "")
     if host.slots is not None and host.slots > usable:
         return [warning("cores", host.name, f"{found}; {host.slots} ranks are to run here",
-                        expected="a core for each rank", fix=f"-H {host.name}:{usable}")]
+                        expected="a core for each rank",
+                        fix=f"hvdtrain launch -H {host.name}:{usable} ...")]
     if usable < machine.cores:
         last = f"0-{usable - 1}" if usable > 1 else "0"
         return [warning("cores", host.name, f"{found}: as many threads as cores would be started",

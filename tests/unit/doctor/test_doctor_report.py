@@ -147,7 +147,7 @@ def test_the_table_shows_repairs_that_can_be_pasted():
     assert "    pip install [keras]" in lines
     assert f"    {long}" in lines
     assert any(re.match(r" ok +python +hosta, hostb +3\.12\.4", line) for line in lines)
-    assert lines[-1] == "2 failed, 1 warnings, 3 ok, 1 not applicable, in 1.2 s"
+    assert lines[-1] == "2 failed, 1 warning, 3 ok, 1 not applicable, in 1.2 s"
 
 
 def test_options_are_checked():
