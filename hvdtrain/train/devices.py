@@ -69,8 +69,10 @@ def _starter_chose_gpu(environ: Mapping[str, str]) -> bool:
 
 def _plan_threads(world: World, cores: int, environ: Mapping[str, str]) -> int:
     own = environ.get("SLURM_CPUS_PER_TASK", "")
-    if own.isdigit() and int(own) == cores:
-        return cores
+    # A Slurm that does not bind tasks to cores lets each see those of all the others.
+    limit = cores if world.starter == "slurm" else 0
+    if own.isdigit() and (int(own) == cores or 0 < int(own) <= limit):
+        return int(own)
     return max(1, cores // world.local_size)
 
 

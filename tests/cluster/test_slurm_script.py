@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -215,7 +216,8 @@ def test_a_stopped_fit_ends_as_one_that_was_not(slurm: PrivateSlurm, tmp_path: P
     assert len(history(stopped)) < 60, "the run was over before it was stopped"
     state = slurm.wait(job, timeout=200)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log(stopped, job)
-    assert "Going on" in log(stopped, job)
+    assert re.search(r"Going on after epoch \d+ of 60 and \d+ samples of the next",
+                     log(stopped, job))
     losses = {line["epoch"]: line["loss"] for line in history(stopped)}
     expected = {line["epoch"]: line["loss"] for line in history(whole)}
     assert losses == pytest.approx(expected, rel=1e-4)

@@ -5,13 +5,13 @@ from hvdtrain.train.devices import plan_devices
 from hvdtrain.world import World
 
 
-def world(local_rank, local_size):
+def world(local_rank, local_size, starter="native"):
     return World(rank=local_rank, size=local_size, local_rank=local_rank, local_size=local_size,
-                 host="hosta", starter="native", rendezvous="gloo")
+                 host="hosta", starter=starter, rendezvous="gloo")
 
 
-def plan(local_rank=0, local_size=1, gpus=0, cores=8, **environ):
-    return plan_devices(world(local_rank, local_size), visible_gpus=gpus, cores=cores,
+def plan(local_rank=0, local_size=1, gpus=0, cores=8, starter="native", **environ):
+    return plan_devices(world(local_rank, local_size, starter), visible_gpus=gpus, cores=cores,
                         environ=environ)
 
 
@@ -55,3 +55,6 @@ def test_threads_never_exceed_the_cores(ranks, cores, threads):
 
 def test_cores_that_slurm_gave_this_task_are_its_own():
     assert plan(0, 4, cores=6, SLURM_CPUS_PER_TASK="6").threads == 6
+    # Without binding each task sees the cores of all.
+    assert plan(0, 4, cores=8, starter="slurm", SLURM_CPUS_PER_TASK="1").threads == 1
+    assert plan(0, 4, cores=8, starter="native", SLURM_CPUS_PER_TASK="6").threads == 2
