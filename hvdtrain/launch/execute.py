@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from hvdtrain.errors import MachineError
+from hvdtrain.errors import LaunchError, MachineError
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.foreign import ForeignJob
 from hvdtrain.launch.native import NativeJob
@@ -29,8 +30,9 @@ def launch(plan: LaunchPlan) -> int:
         killed by signal N; 124 when the time limit ended the job.
 
     Raises:
-        LaunchError: The starter itself cannot be started.
+        LaunchError: The starter itself cannot be started, or not from this folder.
     """
+    _check_folder(plan, os.getcwd())
     env = {name: value for name, value in os.environ.items()
            if not name.startswith(plan.unset)} | dict(plan.env) | {REPORT_VARIABLE: "1"}
     console = Console(plan.np, out=sys.stdout, err=sys.stderr, directory=plan.output,
@@ -42,6 +44,15 @@ def launch(plan: LaunchPlan) -> int:
             return ForeignJob(plan, console).run(env, inbox)
     finally:
         console.close()
+
+
+def _check_folder(plan: LaunchPlan, folder: str) -> None:
+    """Refuse what horovodrun would hand to the shells of other hosts without quotes."""
+    elsewhere = not {slot.host for slot in plan.slots} <= plan.local_hosts
+    if plan.starter == "horovodrun" and elsewhere and shlex.quote(folder) != folder:
+        raise LaunchError(
+            f"horovodrun cannot be used on other hosts from the folder {folder!r}, whose name it "
+            "gives to a shell without quotes. Use --starter native, or another folder.")
 
 
 def _launch_native(plan: LaunchPlan, env: Mapping[str, str], console: Console) -> int:

@@ -149,3 +149,42 @@ def test_a_name_that_is_never_known_is_told(hosts: VirtualHosts) -> None:
     done = hosts.run("hosta", [sys.executable, "-c", program], cwd=ROOT,
                      env=ENV | {"TF_CONFIG": json.dumps(config)})
     assert "The host name nowhere-0 cannot be resolved" in done.stdout
+
+
+@pytest.mark.parametrize("starter", ["mpirun", "horovodrun"])
+def test_what_the_user_types_reaches_other_hosts_unchanged(hosts: VirtualHosts, starter: str,
+                                                           tmp_path: Path) -> None:
+    folder = tmp_path / ("a folder; touch $HOME `id` '\"" if starter == "mpirun" else "plain")
+    folder.mkdir()
+    program = folder / "show me; $HOME `id` '\".py"
+    program.write_text("import json, os, sys\nprint(json.dumps(['x', os.getcwd(), *sys.argv[1:], "
+                       "os.environ['A_1']]))\n", encoding="utf-8")
+    words = ["two words", "semi;colon", "$(id)", "`id`", "a'b\"c", "*", "back\\slash", "--x=y z"]
+    value = "x; echo 'no' \"no\" $(no) `no` *"
+    done = hosts.run("hosta", [
+        *LAUNCH, "-H", "hosta:1,hostb:1", "--starter", starter, "--network-interface", "eth0",
+        "-x", f"A_1={value}", "--", sys.executable, str(program), *words], cwd=folder,
+        env=ENV, timeout=90)
+    found = re.findall(r"^\[\d\] (\[\"x\".*)$", done.stdout, flags=re.MULTILINE)
+    assert [json.loads(line) for line in found] == [
+        ["x", str(folder), *words, value]] * 2, done.stdout
+
+
+@pytest.mark.parametrize("starter", ["mpirun", "horovodrun"])
+def test_names_that_a_shell_cannot_assign(hosts: VirtualHosts, starter: str) -> None:
+    done = hosts.run("hosta", [
+        *LAUNCH, "-H", "hosta:1,hostb:1", "--starter", starter, "--network-interface", "eth0",
+        "-x", "B.C-D=1", "--", sys.executable, "-c", "import os; print('<' + os.environ['B.C-D'])"],
+        cwd=ROOT, env=ENV, timeout=90)
+    assert done.stdout.count("<1") == 2, done.stdout
+
+
+def test_horovodrun_is_not_started_in_a_folder_that_it_cannot_name(hosts: VirtualHosts,
+                                                                   tmp_path: Path) -> None:
+    """It writes `cd FOLDER` for the other hosts' shells, without quotes."""
+    folder = tmp_path / "x; touch $HOME"
+    folder.mkdir()
+    done = hosts.run("hosta", [*LAUNCH, "-H", "hosta:1,hostb:1", "--starter", "horovodrun", "--",
+                               "true"], cwd=folder, env=ENV)
+    assert done.returncode == 2
+    assert "horovodrun cannot be used on other hosts from the folder" in done.stdout
