@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -43,9 +44,16 @@ def leave(verdict: Verdict, me: Identity) -> NoReturn:
     saying = threading.Thread(target=_say, args=(verdict, me), daemon=True)
     saying.start()
     saying.join(_SAY_LIMIT_S)
+    _silence()
     time.sleep(_CAUSE_WAIT_S if me.rank in verdict.causes else _OTHERS_WAIT_S)
     kill_descendants()
     os._exit(_code(verdict))
+
+
+def _silence() -> None:
+    """What else this rank would print is a consequence: its collective fails as others leave."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _code(verdict: Verdict) -> int:
