@@ -143,6 +143,22 @@ def test_a_rank_is_answered_and_told_the_end(rank0):
         assert rest.endswith(b'{"bye": true}\n')
 
 
+def test_ranks_that_cannot_connect_are_told_once_and_not_judged(rank0, monkeypatch):
+    from hvdtrain.log import get_logger
+    lines = []
+    monkeypatch.setattr("hvdtrain.runtime.watchdog.chief._CONNECT_LIMIT_S", 0.2)
+    monkeypatch.setattr(get_logger(), "warning", lambda text, *args: lines.append(text % args))
+    chief = rank0(limit_s=2.0)
+    with chief.connect({"token": "secret", "rank": 2}) as connection:
+        chief.progress.enter("evaluating")  # which rank 0 may do for long
+        time.sleep(0.7)
+        connection.sendall(b'{"bye": true}\n')
+    missing = [line for line in lines if "does not watch" in line]
+    assert len(missing) == 1
+    assert f"rank 1: no connection to a, port {chief.offer.port}." in missing[0]
+    assert chief.verdicts == []
+
+
 def member_of(chief, rank, progress, verdicts):
     return Member(rank, chief.offer, "a", replace(chief.settings),
                   lambda place: report_of(progress, with_place=place), verdicts.append)
