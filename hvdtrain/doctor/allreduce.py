@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ CHECK = "allreduce"
 _MODULE = "hvdtrain.doctor.allreduce_probe"
 _LIMIT_S, _GRACE_S = 180.0, 3.0
 _SHOWN_LINES = 3
+# By Ctrl-C or SIGTERM, which `launch` takes and gives to the ranks.
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 # A failure of one of these on a host of the two ranks tells more than the ranks could.
 _FIRST = ("ssh", "python", "hvdtrain", "tensorflow", "tensorflow-loads", "keras", "keras-backend",
           "horovod", "horovod-loads", "interface", "ports", "directory", "same-versions")
@@ -52,6 +55,9 @@ def check_allreduce(views: Sequence[HostView], findings: Sequence[Finding],
         findings: What was found so far.
         options: How hosts are reached.
         environ: The environment of this process.
+
+    Raises:
+        SystemExit: The doctor was told to stop meanwhile.
     """
     chosen = views[:2]
     name = ",".join(view.name for view in chosen)
@@ -63,6 +69,8 @@ def check_allreduce(views: Sequence[HostView], findings: Sequence[Finding],
         outcome = _run(request, environ)
     except HvdtrainError as error:
         outcome = Outcome(code=error.exit_code, lines=tuple(str(error).splitlines()))
+    if outcome.code in _STOPPED:
+        raise SystemExit(outcome.code)
     return judge_allreduce(name, outcome, request)
 
 

@@ -3,7 +3,7 @@
 Standard library only, imports nothing of hvdtrain. `launch/link.py` sends it to its host through
 standard input, so that nothing need be installed there to see why a rank cannot start.
 
-1. Reads a line `{"peer": HOST}`, the other host to which this one needs a way, or null.
+1. Reads a line `{"peers": [HOST, ...]}`, some of the hosts to which this one needs a way.
 2. Writes `HVDTRAIN-AGENT {...}` with the facts of this host.
 3. Reads a line with a size, and so many bytes of JSON with the work: command, directory, ranks
    with their environments, grace_s, lease_s.
@@ -277,17 +277,15 @@ def _interfaces() -> dict[str, str]:
     return found
 
 
-def _own_address(peer: str | None) -> str | None:
-    """The address from which this host reaches another one; nothing is sent."""
-    if peer is None:
-        return None
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((peer, _DISCARD_PORT))
+def _own_address(peers: list[str]) -> str | None:
+    """The address from which this host reaches the first other one that it knows."""
+    for peer in peers:
+        with contextlib.suppress(OSError), socket.socket(
+                socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((peer, _DISCARD_PORT))  # sends nothing
             address: str = probe.getsockname()[0]
             return address
-    except OSError:
-        return None
+    return None
 
 
 def main() -> None:
@@ -295,10 +293,10 @@ def main() -> None:
     # A scheduler signals every process of the job; the launcher decides what it means.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, _ignore)
-    peer = json.loads(_read_line())["peer"]
+    peers = json.loads(_read_line())["peers"]
     # "client port server port": how the launcher and this host see each other.
     connection = os.environ.get("SSH_CONNECTION", "").split()
-    facts = {"time": time.time(), "interfaces": _interfaces(), "own_address": _own_address(peer),
+    facts = {"time": time.time(), "interfaces": _interfaces(), "own_address": _own_address(peers),
              "ssh_client": connection[0] if connection else None,
              "ssh_server": connection[2] if len(connection) > 2 else None}
     _write(MARK + json.dumps(facts).encode() + b"\n")

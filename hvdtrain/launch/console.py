@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from hvdtrain.launch.failure import is_noise
-from hvdtrain.world.failure import FailureRecord
+from hvdtrain.world.failure import DONE_LINE, FailureRecord
 
 _TAIL_LINES = 15
 _LONGEST_LINE = 1 << 16
@@ -31,6 +31,8 @@ class Console:
         self._open_lines: dict[tuple[int, str], bytes] = {}
         self._tails: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=_TAIL_LINES))
         self._records: dict[int, FailureRecord] = {}
+        self.done: set[int] = set()
+        """Ranks that have said that they finished."""
         self._logs: dict[int, IO[str]] = {}
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
@@ -86,6 +88,9 @@ class Console:
         record = FailureRecord.from_line(text)
         if record is not None:
             self._records.setdefault(rank, record)
+            return
+        if text == DONE_LINE:
+            self.done.add(rank)
             return
         # A progress bar redraws its line; only its last state is worth a line.
         text = text.rpartition("\r")[2]

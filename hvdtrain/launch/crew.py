@@ -17,6 +17,8 @@ from hvdtrain.world.rendezvous import gloo_variables
 _ANSWER_LIMIT_S = 60.0
 """For a host that takes the connection and says nothing more (a hanging home directory)."""
 _RETRY_S = 1.0
+_PEERS = 3
+"""Hosts that each agent looks up; a name that it does not know may be at fault itself."""
 _POLL_S = 0.1
 _REAP_S = 2.0
 
@@ -33,7 +35,7 @@ class Crew:
         hosts = list(dict.fromkeys(slot.host for slot in plan.slots))
         self._several = len(hosts) > 1
         self.links = {
-            host: AgentLink(host, next((other for other in hosts if other != host), None),
+            host: AgentLink(host, [other for other in hosts if other != host][:_PEERS],
                             None if host in plan.local_hosts else plan.remote)
             for host in hosts}
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from hvdtrain.errors import EXIT_STOPPED, LaunchError
+from hvdtrain.errors import EXIT_RUN_FAILED, EXIT_STOPPED, LaunchError
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import RankEnd, first_failure, last_lines, name_cause, signal_name
 from hvdtrain.launch.native import EXIT_TIMEOUT
@@ -188,7 +188,7 @@ class ForeignJob:
         if self._timed_out:
             return EXIT_TIMEOUT
         if code == 0:
-            return 0
+            return self._check_done()
         ends = [self._end(end.rank, end.code, end.time_s) for end in self._ends.values()]
         if ends and all(end.code == EXIT_STOPPED for end in ends):
             self._console.say("all ranks stopped on request")
@@ -208,6 +208,18 @@ class ForeignJob:
         if code < 0:
             self._console.say(f"{self._plan.starter} was killed by {signal_name(-code)}")
         return _shell(code)
+
+
+    def _check_done(self) -> int:
+        """Open MPI 5 ends with 0 after it has lost a host."""
+        missing = [rank for rank in range(self._plan.np) if rank not in self._console.done]
+        if not self._plan.says_done or not missing:
+            return 0
+        named = ", ".join(f"{rank} on {self._plan.slots[rank].host}" for rank in missing)
+        self._console.say(
+            f"{self._plan.starter} ended with code 0, but not all ranks have finished: rank "
+            f"{named}. Was a host lost? Look at its messages above.")
+        return EXIT_RUN_FAILED
 
 
 def _shell(code: int) -> int:

@@ -46,7 +46,7 @@ class HostFacts:
     interfaces: dict[str, str]
     """Network interfaces with their IPv4 addresses."""
     own_address: str | None
-    """The address from which it reaches its peer; None where the name of the peer is unknown."""
+    """The address from which it reaches a peer; None where no name of a peer is known there."""
     ssh_client: str | None
     """The address of this launcher as that host sees it."""
     ssh_server: str | None
@@ -55,19 +55,19 @@ class HostFacts:
 class AgentLink:
     """One agent; `process` is None until `start`."""
 
-    def __init__(self, host: str, peer: str | None, remote: RemoteOptions | None) -> None:
+    def __init__(self, host: str, peers: Sequence[str], remote: RemoteOptions | None) -> None:
         """Prepare a link.
 
         Args:
             host: String, the host.
-            peer: String, another host to which that one must find a way, or None.
+            peers: Other hosts, to the first of which that one must find a way.
             remote: How to reach it; None for this host.
         """
         self.host = host
         self.facts: HostFacts | None = None
         self.last_words: deque[str] = deque(maxlen=_STDERR_LINES)
         """The last lines that ssh, or the agent, wrote to standard error."""
-        self._hello = json.dumps({"peer": peer}).encode() + b"\n"
+        self._hello = json.dumps({"peers": list(peers)}).encode() + b"\n"
         self._remote = remote
         self._process: subprocess.Popen[bytes] | None = None
         self._outbox: queue.Queue[bytes | None] = queue.Queue()

@@ -56,6 +56,8 @@ class LaunchPlan:
     start_timeout_s: float = 0.0
     stop_signal: int = signal.SIGTERM
     """What asks a starter of others for a clean end of the ranks."""
+    says_done: bool = False
+    """Whether each rank says when it has finished."""
 
 
 def make_plan(options: LaunchOptions, environ: Mapping[str, str],
@@ -86,7 +88,8 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str],
         remote=replace(options.remote, kubectl=kubectl_of(environ)),
         network_interface=options.network_interface,
         start_timeout_s=_start_timeout_s(options, environ),
-        stop_signal=_stop_signal(starter, options.command, facts))
+        stop_signal=_stop_signal(starter, options.command, facts),
+        says_done=options.command[1:4] == _FIT and not {"-h", "--help"} & set(options.command))
 
 
 def _stop_signal(starter: str, command: tuple[str, ...], facts: LaunchFacts) -> int:

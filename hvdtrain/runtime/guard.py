@@ -22,7 +22,12 @@ from typing import NoReturn
 from hvdtrain.errors import EXIT_RUN_FAILED, HvdtrainError
 from hvdtrain.runtime.descendants import kill_descendants
 from hvdtrain.runtime.stop import StopFlag
-from hvdtrain.world.failure import REPORT_VARIABLE, FailureRecord, is_secondary
+from hvdtrain.world.failure import (
+    DONE_LINE,
+    REPORT_VARIABLE,
+    FailureRecord,
+    is_secondary,
+)
 from hvdtrain.world.world import World
 
 _SECONDARY_WAIT_S = 1.0
@@ -56,6 +61,9 @@ class Guard:
             self._leave_by_exit(error)
         elif isinstance(error, (Exception, KeyboardInterrupt)):
             self.fail(error)
+        if self._report:
+            sys.stderr.write(f"{DONE_LINE}\n")
+            _flush()
         self.uninstall()
 
     def fail(self, error: BaseException) -> NoReturn:

@@ -1,7 +1,8 @@
-"""The line by which a failing rank tells its launcher what happened: `HVD-FAILED {json}`.
+"""The lines by which a rank tells its launcher how it ends: `HVD-FAILED {json}`, `HVD-DONE`.
 
-Written by `runtime/guard.py`, read by `launch/native.py`, so that the rank that broke is named
-and not the one whose exit was seen first.
+Written by `runtime/guard.py`, read by `launch/console.py`, so that the rank that broke is named
+and not the one whose exit was seen first; and so that a starter which ends with 0 after it has
+lost a host is not believed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass
 REPORT_VARIABLE = "HVDTRAIN_REPORT"
 """Set to `1` by a launcher that reads the line; a rank writes it for no one else."""
 
+DONE_LINE = "HVD-DONE"
 _MARK = "HVD-FAILED "
 _SECONDARY = re.compile(
     r"HorovodInternalError|Horovod has been shut down|Connection (?:closed|reset) by peer|"

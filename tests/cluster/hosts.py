@@ -38,6 +38,7 @@ KbdInteractiveAuthentication no
 UsePAM no
 StrictModes no
 MaxStartups 100:30:200
+SetEnv TMPDIR=/dev/shm
 PidFile none
 """
 _SSH = """Host *
@@ -104,6 +105,8 @@ class VirtualHosts:
         """The command line that runs `argv` on a host."""
         return ["nsenter", "-t", str(self._init[name]), "-m", "-u", "-i", "-n", "-p",
                 f"--wdns={cwd or os.getcwd()}", "--", "env", f"HOSTNAME={name}",
+                # Hosts share /tmp, and the daemons of an MPI name their files by process number.
+                "TMPDIR=/dev/shm",
                 *map(str, argv)]
 
     def start(self, name: str, argv: Sequence[str], *, cwd: Path | str | None = None,

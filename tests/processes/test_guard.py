@@ -94,7 +94,7 @@ def test_a_failing_rank_leaves_no_workers() -> None:
 
 def test_an_ordinary_end_runs_the_ordinary_shutdown() -> None:
     done = rank("with guard:\n    sys.exit(0)")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "SHUTDOWN\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "SHUTDOWN\n", "HVD-DONE\n")
 
 
 def test_usr2_prints_the_stacks_and_goes_on() -> None:

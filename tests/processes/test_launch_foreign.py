@@ -124,3 +124,13 @@ def test_processes_that_a_starter_leaves_are_ended(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     assert launch(planned(tmp_path, f"setsid sleep 60 & echo $! > '{pid}'; exit 0")) == 0
     assert not Path(f"/proc/{pid.read_text().strip()}").exists()
+
+
+def test_a_starter_that_lost_ranks_and_ends_with_0_is_not_believed(
+        tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    fit = ("python", "-m", "hvdtrain", "fit", "job.toml")
+    said = [f"echo '[1,{rank}]<stderr>: HVD-DONE' >&2" for rank in (0, 1)]
+    assert launch(planned(tmp_path, "; ".join(said), command=fit)) == 0
+    assert launch(planned(tmp_path, said[0], command=fit)) == 1
+    assert "not all ranks have finished: rank 1 on localhost" in capfd.readouterr().err
+    assert launch(planned(tmp_path, "exit 0", command=(*fit, "--help"))) == 0
