@@ -272,14 +272,16 @@ class Round:
                 return unreached(name, error.code, error.words,
                                  None if session.is_local else self.remote)
 
-        with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
+        pool = ThreadPoolExecutor(max_workers=_AT_ONCE)
+        try:
             running = {name: pool.submit(put, name) for name in names}
-            try:
-                return {name: future.result() for name, future in running.items()}
-            except BaseException:
-                for session in self.sessions.values():  # their threads wait for an answer
-                    session.kill()
-                raise
+            return {name: future.result() for name, future in running.items()}
+        except BaseException:
+            for session in self.sessions.values():  # their threads wait for an answer
+                session.kill()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _existing(folder: Path) -> Path:

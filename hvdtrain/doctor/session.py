@@ -76,6 +76,7 @@ class HostSession:
         """Lines on standard output that are no answers: a login script's."""
         self._remote = remote
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_killed = False
         self._errors: deque[str] = deque(maxlen=_STDERR_LINES)
         self._received = b""
         self._unsent = b""
@@ -96,6 +97,8 @@ class HostSession:
                 start_new_session=True)
         except OSError as error:
             raise HostSilentError(127, f"{command[0]} cannot be started: {error}") from error
+        if self._is_killed:  # meanwhile, by another thread
+            self._process.kill()
         for name in ("stdin", "stdout", "stderr"):
             os.set_blocking(self._stream(name).fileno(), False)
         self._unsent = boot + bundle()
@@ -129,7 +132,8 @@ class HostSession:
         raise HostSilentError(None, self._last_words() or f"no answer in {limit_s:g} s")
 
     def kill(self) -> None:
-        """Make whoever waits for an answer see its end."""
+        """Make whoever waits for an answer see its end; from any thread."""
+        self._is_killed = True
         process = self._process
         if process is not None:
             process.kill()

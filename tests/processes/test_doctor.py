@@ -15,6 +15,7 @@ from pathlib import Path
 import packaging
 import pytest
 
+from hvdtrain.doctor.probe.command import EXIT_LIMIT, ask
 from hvdtrain.doctor.session import HostSession, HostSilentError
 from hvdtrain.launch.remote_shell import RemoteOptions
 
@@ -47,6 +48,20 @@ def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return make
 
 
+def is_alive(pid: int) -> bool:
+    """Whether it still runs; its end may take a moment to be seen."""
+    deadline = time.monotonic() + 2
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        if state == "Z":
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def opened(host: str = "hostb") -> HostSession:
     session = HostSession(host, RemoteOptions())
     session.start()
@@ -71,6 +86,26 @@ def test_two_ranks_reduce_and_are_measured(tmp_path: Path) -> None:
     assert " MB/s bus bandwidth: 16 MiB float32 in " in done.stdout
     assert "with horovod-gloo, CPU" in done.stdout
     assert "0 failed" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_doctor_that_is_told_to_stop_ends_its_ranks(tmp_path: Path, number: int) -> None:
+    # Python runs this file before the program: the ranks wait instead of importing TensorFlow.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, pathlib\nif 'HOROVOD_RANK' in os.environ:\n"
+        f"    pathlib.Path({str(tmp_path)!r}, f'rank{{os.getpid()}}').touch()\n"
+        "    os.execvp('sleep', ['sleep', '600'])\n")
+    process = subprocess.Popen(DOCTOR, cwd=tmp_path, text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE,
+                               env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    deadline = time.monotonic() + 60
+    while len(ranks := list(tmp_path.glob("rank*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (128 + number, "")
+    assert [rank.name for rank in ranks if is_alive(int(rank.name[4:]))] == []
 
 
 @pytest.mark.slow
@@ -148,7 +183,7 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path: Path) -> None:
     assert "1 x NVIDIA H100 80GB HBM3 81559 MiB, driver 550.54.15" in found["found"]
 
 
-def test_an_nvidia_smi_that_hangs_or_complains_is_no_hanging_doctor(tmp_path: Path) -> None:
+def test_what_nvidia_smi_complains_of_is_told(tmp_path: Path) -> None:
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
     smi.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\n"
@@ -159,6 +194,16 @@ def test_an_nvidia_smi_that_hangs_or_complains_is_no_hanging_doctor(tmp_path: Pa
     assert found["status"] == "warning"
     assert "Driver/library version mismatch" in found["found"]
     assert "modprobe" in found["fix"]
+
+
+def test_a_program_that_hangs_is_killed_with_its_children_at_its_limit(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    text = f"trap '' TERM; sleep 600 & echo $$ $! > {pids}; wait; sleep 600"
+    began = time.monotonic()
+    said = ask(["bash", "-c", text], limit_s=0.5)
+    assert time.monotonic() - began < 5
+    assert (said.code, said.last_line) == (EXIT_LIMIT, "no answer in 0.5 s")
+    assert [pid for pid in pids.read_text().split() if is_alive(int(pid))] == []
 
 
 def test_a_host_is_asked_through_ssh(fake_ssh, tmp_path: Path) -> None:
@@ -256,12 +301,32 @@ def test_a_probe_whose_doctor_was_killed_ends(fake_ssh) -> None:
     process.stderr.close()
 
 
-def test_ctrl_c_ends_the_doctor_though_a_host_hangs(fake_ssh, tmp_path: Path) -> None:
-    fake_ssh("exec sleep 600")
+@pytest.mark.parametrize(("number", "code"), [
+    (signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_doctor_that_is_ended_leaves_nothing(fake_ssh, tmp_path: Path, number: int, code: int
+                                               ) -> None:
+    # As ssh, it ends with its input; but there is no answer from the hosts.
+    pids = tmp_path / "pids"
+    fake_ssh(f"echo $$ >> {pids}; exec cat > /dev/null")
     process = subprocess.Popen([*DOCTOR, "-H", "hostb,hostc"], cwd=tmp_path, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert "asking hostb, hostc" in process.stderr.readline()
-    time.sleep(0.5)
+    while not pids.exists() or len(pids.read_text().split()) < 2:
+        time.sleep(0.02)
+    process.send_signal(number)
+    process.communicate(timeout=10)
+    assert process.returncode == code
+    assert [pid for pid in pids.read_text().split() if is_alive(int(pid))] == []
+
+
+def test_ctrl_c_ends_hosts_that_do_not_listen(fake_ssh, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    fake_ssh(f"echo $$ >> {pids}; exec sleep 600")
+    process = subprocess.Popen([*DOCTOR, "-H", "hostb,hostc"], cwd=tmp_path, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while not pids.exists() or len(pids.read_text().split()) < 2:
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=10)
-    assert process.returncode != 0
+    assert process.returncode == 130
+    assert [pid for pid in pids.read_text().split() if is_alive(int(pid))] == []
