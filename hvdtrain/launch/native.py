@@ -222,7 +222,7 @@ class NativeJob:
         ends = list(self._ends.values())
         if len(ends) == self._plan.np and all(end.code == EXIT_STOPPED for end in ends):
             self._console.say("all ranks stopped on request")
-            return EXIT_STOPPED
+            return EXIT_TIMEOUT if self._why_stopped == "timeout" else EXIT_STOPPED
         cause = first_failure(ends, self._stopped_s)
         before = cause is not None and (self._stopped_s is None or cause.time_s <= self._stopped_s)
         if cause is not None and (before or self._why_stopped in ("", "failure")):

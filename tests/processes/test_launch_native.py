@@ -156,6 +156,11 @@ def test_the_time_limit_ends_the_job(mark: str, capfd: pytest.CaptureFixture[str
     assert "the limit of 0.3 s is over" in capfd.readouterr().err
 
 
+def test_ranks_that_stop_at_the_time_limit_do_not_hide_it(mark: str) -> None:
+    text = "trap 'exit 75' TERM; while :; do sleep 0.05; done"
+    assert job(shell(text, mark), timeout_s=0.3) == 124
+
+
 def test_log_files_are_written_and_named(mark: str, tmp_path: Path,
                                          capfd: pytest.CaptureFixture[str]) -> None:
     assert job(shell("echo out; echo err >&2; exit $HOROVOD_RANK", mark), output=tmp_path) == 1
