@@ -6,7 +6,7 @@ standard input, so that nothing need be installed there to see why a rank cannot
 1. Reads a line `{"peers": [HOST, ...]}`, some of the hosts to which this one needs a way.
 2. Writes `HVDTRAIN-AGENT {...}` with the facts of this host.
 3. Reads a line with a size, and so many bytes of JSON with the work: command, directory, ranks
-   with their environments, grace_s, lease_s.
+   with their environments, grace_s, lease_s (0: for ever).
 4. Reads lines `{"signal": N}` for every rank, `{"pause": true}`, and `{}` as a sign of life. Writes
    JSON lines `exit`, and `output` followed by as many bytes as it says.
 
@@ -255,6 +255,7 @@ def _read_work() -> dict[str, Any]:
     while line.strip() == b"{}":  # signs of life, while the launcher waits for other hosts
         signal.alarm(_FIRST_LEASE_S)
         line = _read_line()
+    signal.alarm(0)
     size, work = int(line), b""
     while len(work) < size:
         data = os.read(0, size - len(work))

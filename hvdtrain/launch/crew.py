@@ -85,7 +85,9 @@ class Crew:
             ranks = {slot.rank: shared | rank_variables(slot, self._plan.np)
                      for slot in self._plan.slots if slot.host == host}
             link.send_work({"command": self._plan.argv, "directory": os.getcwd(), "ranks": ranks,
-                            "grace_s": self._plan.grace_s, "lease_s": LEASE_S})
+                            "grace_s": self._plan.grace_s,
+                            # On this host the end of the launcher closes the pipe.
+                            "lease_s": 0 if link.is_local else LEASE_S})
 
     def send(self, message: dict[str, object]) -> None:
         """Send a control message to every agent."""

@@ -18,7 +18,8 @@ def render(plan: LaunchPlan) -> str:
     for host, group in groupby(plan.slots, key=lambda slot: slot.host):
         ranks = [slot.rank for slot in group]
         named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        where = "" if host in plan.local_hosts or plan.starter == "srun" else ", over ssh"
+        shell = "kubectl" if plan.remote.kubectl else "ssh"
+        where = "" if host in plan.local_hosts or plan.starter == "srun" else f", over {shell}"
         lines.append(f"# {host}: {named}{where}")
     lines += [f"# note: {note}" for note in plan.notes]
     if plan.network_interface:
