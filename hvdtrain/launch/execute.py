@@ -12,6 +12,7 @@ from hvdtrain.errors import LaunchError, MachineError
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.foreign import ForeignJob
 from hvdtrain.launch.native import NativeJob
+from hvdtrain.launch.network import await_names
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.signals import WITH_STOP, SignalInbox
 from hvdtrain.world.detect import STARTER_VARIABLE
@@ -31,6 +32,7 @@ def launch(plan: LaunchPlan) -> int:
 
     Raises:
         LaunchError: The starter itself cannot be started, or not from this folder.
+        MachineError: Hosts that cannot be reached; nothing was started.
     """
     _check_folder(plan, os.getcwd())
     env = {name: value for name, value in os.environ.items()
@@ -41,7 +43,8 @@ def launch(plan: LaunchPlan) -> int:
         if plan.starter == "native":
             return _launch_native(plan, env, console)
         with SignalInbox() as inbox:
-            return ForeignJob(plan, console).run(env, inbox)
+            number = _await_others(plan, inbox)
+            return 128 + number if number else ForeignJob(plan, console).run(env, inbox)
     finally:
         console.close()
 
@@ -53,6 +56,20 @@ def _check_folder(plan: LaunchPlan, folder: str) -> None:
         raise LaunchError(
             f"horovodrun cannot be used on other hosts from the folder {folder!r}, whose name it "
             "gives to a shell without quotes. Use --starter native, or another folder.")
+
+
+def _await_others(plan: LaunchPlan, inbox: SignalInbox) -> int:
+    """Wait for the names of other hosts where that was asked; the signal that ended it, or 0."""
+    taken: list[int] = []
+
+    def interrupted() -> bool:
+        taken.extend(inbox.take())
+        return bool(taken)
+
+    if plan.start_timeout_s and plan.starter != "srun":
+        others = {slot.host for slot in plan.slots} - plan.local_hosts
+        await_names(sorted(others), plan.start_timeout_s, interrupted)
+    return taken[0] if taken else 0
 
 
 def _launch_native(plan: LaunchPlan, env: Mapping[str, str], console: Console) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
 
-from hvdtrain.errors import LaunchError
+from hvdtrain.errors import LaunchError, MachineError
 from hvdtrain.launch.link import HostFacts
 from hvdtrain.world.network import find_interface, route_to
+
+_RETRY_S = 1.0
 
 
 def choose_interface(host: str, facts: HostFacts, wanted: Sequence[str]) -> str:
@@ -51,3 +55,33 @@ def rendezvous_address(host: str, facts: HostFacts) -> str:
         raise LaunchError(
             f"The address of {host} is not known here: {error}. Expected a name that this host "
             "can resolve, because its ranks must reach the launcher.") from error
+
+
+def await_names(hosts: Iterable[str], limit_s: float, interrupted: Callable[[], bool]) -> None:
+    """Wait until this host can resolve the names of all others, for starters that do not.
+
+    Args:
+        hosts: Names.
+        limit_s: Float, how long to wait.
+        interrupted: Tells whether to give up.
+
+    Raises:
+        MachineError: Names that are unknown when the time is over.
+    """
+    deadline = time.monotonic() + limit_s
+    missing = [host for host in hosts if not _is_known(host)]
+    while missing and not interrupted():
+        if time.monotonic() > deadline:
+            raise MachineError(
+                f"After {limit_s:g} s these hosts are not known here: {', '.join(missing)}. "
+                "Expected names that this host can resolve. Have all pods of the job started?")
+        time.sleep(_RETRY_S)
+        missing = [host for host in missing if not _is_known(host)]
+
+
+def _is_known(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True

@@ -30,8 +30,7 @@ def test_ranks_go_to_the_workers_whose_names_come_late(fragile_hosts: VirtualHos
         sys.executable, "-m", "hvdtrain", "launch", "-v", "--starter", starter, "--", "bash", "-c",
         "echo $(hostname) $HOROVOD_RANK$OMPI_COMM_WORLD_RANK"], cwd=ROOT,
         env={"K_MPI_JOB_ROLE": "launcher"})
-    if starter == "native":
-        time.sleep(2.0)
+    time.sleep(2.0)
     names = "".join(f"{fragile_hosts.address(host)} job-worker-{i}.job-worker.ns.svc\\n"
                     for i, host in enumerate(("hostb", "hostc")))
     fragile_hosts.run("hosta", ["bash", "-c", f"printf '{names}' >> /etc/hosts"])
@@ -41,11 +40,16 @@ def test_ranks_go_to_the_workers_whose_names_come_late(fragile_hosts: VirtualHos
         "hostb 0", "hostb 1", "hostc 2"]
 
 
-def test_workers_that_never_come_are_named(fragile_hosts: VirtualHosts) -> None:
+@pytest.mark.parametrize(("starter", "words"), [
+    ("native", r"2 of the hosts cannot be used after 2 s(.|\n)*job-worker-1\.job-worker\.ns\.svc: "
+               r"exit code 255, ssh: Could not resolve"),
+    ("mpirun", r"After 2 s these hosts are not known here: job-worker-0\.job-worker\.ns\.svc, "
+               r"job-worker-1\.job-worker\.ns\.svc\.")])
+def test_workers_that_never_come_are_named(fragile_hosts: VirtualHosts, starter: str, words: str
+                                           ) -> None:
     fragile_hosts.run("hosta", ["bash", "-c", PREPARE])
     done = fragile_hosts.run("hosta", [
-        sys.executable, "-m", "hvdtrain", "launch", "--start-timeout", "2", "--", "true"],
-        cwd=ROOT, env={"K_MPI_JOB_ROLE": "launcher"})
+        sys.executable, "-m", "hvdtrain", "launch", "--starter", starter, "--start-timeout", "2",
+        "--", "true"], cwd=ROOT, env={"K_MPI_JOB_ROLE": "launcher"})
     assert done.returncode == 3
-    assert re.search(r"2 of the hosts cannot be used after 2 s(.|\n)*job-worker-1\.job-worker\.ns"
-                     r"\.svc: exit code 255, ssh: Could not resolve", done.stdout), done.stdout
+    assert re.search(words, done.stdout), done.stdout
