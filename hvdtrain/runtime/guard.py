@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import NoReturn
 
-from hvdtrain.errors import EXIT_RUN_FAILED, HvdtrainError
+from hvdtrain.errors import EXIT_RUN_FAILED, EXIT_STOPPED, HvdtrainError
 from hvdtrain.runtime.descendants import kill_descendants
 from hvdtrain.runtime.stop import StopFlag
 from hvdtrain.world.failure import (
@@ -69,6 +69,8 @@ class Guard:
     def fail(self, error: BaseException) -> NoReturn:
         """Print and report an error, and end the process at once."""
         code, secondary = exit_code_of(error), is_secondary(f"{type(error).__name__}: {error}")
+        if code == EXIT_STOPPED:
+            _ignore_further_requests()
         if isinstance(error, HvdtrainError):
             sys.stderr.write(f"hvdtrain: {error}\n")
         elif isinstance(error, KeyboardInterrupt):
@@ -151,6 +153,13 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     return EXIT_RUN_FAILED
+
+
+def _ignore_further_requests() -> None:
+    """A starter may take the first rank that stops on request for a failure, and end the others."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _flush() -> None:

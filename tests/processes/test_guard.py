@@ -84,6 +84,15 @@ def test_a_script_that_only_calls_init_is_guarded_against_uncaught_errors() -> N
     assert (done.returncode, done.stdout, record_of(done).error) == (1, "", "ValueError")
 
 
+def test_a_rank_that_stops_on_request_is_deaf_to_a_second_request() -> None:
+    """`srun --kill-on-bad-exit` sends one as soon as the first rank has left."""
+    done = rank("class Stopped(ConfigError):\n    exit_code = 75\nreally = os._exit\n"
+                "def leave(code):\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+                "    time.sleep(1.1)\n    os.kill(os.getpid(), signal.SIGTERM)\n    really(code)\n"
+                "os._exit = leave\nguard.stop.request()\nraise Stopped('stopped')")
+    assert done.returncode == 75
+
+
 def test_a_failing_rank_leaves_no_workers() -> None:
     done = rank("import subprocess\nchild = subprocess.Popen(['/bin/sh', '-c', 'sleep 61; :'])\n"
                 "time.sleep(0.2)\nprint(child.pid, flush=True)\nraise ValueError('bad sample')")
