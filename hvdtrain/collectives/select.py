@@ -68,9 +68,8 @@ def _requested(requested: str, world: World, horovod: HorovodCheck) -> Choice:
         raise CollectiveError(
             "`horovod-mpi` was asked for, but this Horovod was built without MPI. Use "
             "`horovod-gloo`, or rebuild it: hvdtrain build-horovod --mpi auto --install --force")
-    # `srun --mpi=pmix` and `--mpi=pmi2` prepare MPI beside what every step has.
-    by_mpi = world.rendezvous == "mpi" or {"PMIX_RANK", "PMI_RANK"} & set(world.evidence)
-    if requested in ("horovod-mpi", "mpi4py") and world.size > 1 and not by_mpi:
+    if (requested in ("horovod-mpi", "mpi4py") and world.size > 1
+            and not _has_mpi(world, horovod.mpi_kind)):
         raise CollectiveError(
             f"`{requested}` needs ranks that were started by an MPI, but {world.starter} started "
             f"these. Start them with: hvdtrain launch --starter mpirun -np {world.size} fit ...")
@@ -79,6 +78,12 @@ def _requested(requested: str, world: World, horovod: HorovodCheck) -> Choice:
             f"`horovod-gloo` was asked for, but {world.starter} prepares no Gloo rendezvous. "
             f"Start the ranks with: hvdtrain launch -np {world.size} fit ...")
     return Choice(name=requested, reason="asked for")
+
+
+def _has_mpi(world: World, kind: str | None) -> bool:
+    """Whether the starter prepared MPI; `srun --mpi=pmix` and `pmi2` do so for one kind each."""
+    variable = "PMI_RANK" if kind == "mpich" else "PMIX_RANK"
+    return world.rendezvous == "mpi" or variable in world.evidence
 
 
 def _need_horovod(horovod: HorovodCheck, purpose: str) -> None:

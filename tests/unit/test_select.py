@@ -53,3 +53,19 @@ def test_what_cannot_work_is_refused(asked, promised, found, message):
 def test_an_unknown_name_lists_the_known():
     with pytest.raises(ConfigError, match="'nccl'. Expected one of: auto, horovod-gloo"):
         choose("nccl", world(), horovod())
+
+
+def step(variable):
+    return World(rank=0, size=2, local_rank=0, local_size=2, host="hosta", starter="slurm",
+                 rendezvous="bootstrap", evidence={variable: "0"})
+
+
+@pytest.mark.parametrize(("variable", "kind", "fits"), [
+    ("PMIX_RANK", "openmpi", True), ("PMI_RANK", "mpich", True), ("PMI_RANK", "openmpi", False),
+    ("PMIX_RANK", "mpich", False), ("SLURM_PROCID", "openmpi", False)])
+def test_mpi_in_a_slurm_step_needs_the_plugin_of_its_kind(variable, kind, fits):
+    if fits:
+        assert choose("horovod-mpi", step(variable), horovod(mpi_kind=kind)).name == "horovod-mpi"
+        return
+    with pytest.raises(CollectiveError, match="needs ranks that were started by an MPI"):
+        choose("horovod-mpi", step(variable), horovod(mpi_kind=kind))
