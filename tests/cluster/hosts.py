@@ -118,7 +118,8 @@ class VirtualHosts:
         return subprocess.Popen(
             self.enter(name, argv, cwd=cwd), env={**os.environ, **(env or {})}, text=True,
             errors="replace", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT if merge else subprocess.PIPE, start_new_session=True)
+            stderr=subprocess.STDOUT if merge else subprocess.PIPE, start_new_session=True,
+            preexec_fn=hear_interrupts)
 
     def run(self, name: str, argv: Sequence[str], *, timeout: float = 60.0,
             cwd: Path | str | None = None, env: Mapping[str, str] | None = None,
@@ -250,7 +251,7 @@ class VirtualHosts:
              "--kill-child", "--mount-proc", "bash", "-c", script, "bash", name,
              program("sshd") or "sshd", str(self._folder / f"sshd.{name}.log")],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True)
+            start_new_session=True, preexec_fn=hear_interrupts)
 
     def _await_ssh(self, name: str) -> None:
         deadline = time.monotonic() + _WAIT_S
@@ -272,6 +273,13 @@ class VirtualHosts:
             return os.readlink(f"/proc/{pid}/ns/pid")
         except OSError:
             return ""
+
+
+def hear_interrupts() -> None:
+    """In a new process: heed SIGINT. A shell lets its background jobs, and theirs, ignore it; a
+    Slurm daemon that does so fails every job that is requeued.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _ip(*words: str, check: bool = True) -> None:

@@ -16,10 +16,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.cluster.hosts import VirtualHosts
+from tests.cluster.hosts import VirtualHosts, hear_interrupts
 from tests.cluster.packages import SLURM, SLURM_EXTRAS, NotPermittedError, ensure, program
 
 _WAIT_S = 30.0
+_END_S = 2.0
 _CONF = """ClusterName=hvdtrain
 SlurmctldHost={controller}
 SlurmUser=root
@@ -113,8 +114,12 @@ class PrivateSlurm:
         self._daemons.clear()
         pid_file = self._folder / "munge" / "pid"
         if pid_file.exists():
+            munged = int(pid_file.read_text())
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid_file.read_text()), signal.SIGTERM)
+                os.kill(munged, signal.SIGTERM)
+            deadline = time.monotonic() + _END_S
+            while Path(f"/proc/{munged}").exists() and time.monotonic() < deadline:
+                time.sleep(0.02)  # at its end it writes its seed
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
@@ -192,7 +197,7 @@ class PrivateSlurm:
         self._daemons.append(subprocess.Popen(
             self.hosts.enter(node, [program(daemon) or daemon, *options]), env=environ,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            start_new_session=True))
+            start_new_session=True, preexec_fn=hear_interrupts))
 
     def _await_idle(self) -> None:
         deadline = time.monotonic() + _WAIT_S
