@@ -21,6 +21,7 @@ from tests.cluster.packages import SLURM, SLURM_EXTRAS, NotPermittedError, ensur
 
 _WAIT_S = 30.0
 _END_S = 2.0
+_SETTLE_S = 1.0
 _CONF = """ClusterName=hvdtrain
 SlurmctldHost={controller}
 SlurmUser=root
@@ -162,6 +163,11 @@ class PrivateSlurm:
         while self.state(job).get("JobState") != "PENDING":
             assert time.monotonic() < deadline, f"job {job} was not requeued: {self.state(job)}"
             time.sleep(0.3)
+        # The end of the former batch script would be taken for that of the new one.
+        while any(self.hosts.processes(node, f"[{job}.") for node in self.nodes):
+            assert time.monotonic() < deadline, f"the former run of job {job} does not end"
+            time.sleep(0.1)
+        time.sleep(_SETTLE_S)
         self.run(["scontrol", "update", f"job={job}", "starttime=now"])
 
     def _write_settings(self) -> None:
