@@ -9,6 +9,13 @@ from typing import Annotated
 
 import typer
 
+from hvdtrain.cli.hosts import (
+    Hostfile,
+    NetworkInterface,
+    SshIdentityFile,
+    SshPort,
+    split_networks,
+)
 from hvdtrain.errors import EXIT_MACHINE
 from hvdtrain.launch.remote_shell import RemoteOptions
 
@@ -17,15 +24,10 @@ def doctor_command(
     hosts: Annotated[str | None, typer.Option(
         "-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts to examine, and how many ranks "
         "each is to take.", show_default="this host")] = None,
-    hostfile: Annotated[Path | None, typer.Option(
-        help="Hosts from a file in the way of Open MPI or MPICH.")] = None,
-    ssh_port: Annotated[int | None, typer.Option(
-        help="Port of ssh on the other hosts.", show_default="ssh's own")] = None,
-    ssh_identity_file: Annotated[Path | None, typer.Option(
-        help="Private key for ssh.", show_default="ssh's own")] = None,
-    network_interface: Annotated[list[str] | None, typer.Option(
-        metavar="NAME|CIDR,...", help="Network of the ranks, by name of the interface or by "
-        "address, looked up on each host.", show_default="the way to the other hosts")] = None,
+    hostfile: Hostfile = None,
+    ssh_port: SshPort = None,
+    ssh_identity_file: SshIdentityFile = None,
+    network_interface: NetworkInterface = None,
     output: Annotated[Path | None, typer.Option(
         "--output", "-o", help="The job's output folder: is it one folder on all hosts?",
         show_default="runs, if it is there")] = None,
@@ -50,8 +52,7 @@ def doctor_command(
     options = DoctorOptions(
         hosts=hosts, hostfile=hostfile, output=output, allreduce=allreduce,
         remote=RemoteOptions(port=ssh_port, identity_file=ssh_identity_file),
-        network_interface=tuple(item.strip() for value in network_interface or ()
-                                for item in value.split(",")))
+        network_interface=split_networks(network_interface))
     report = examine(options, os.environ, _say)
     if as_json:
         print(to_json(report))

@@ -13,6 +13,13 @@ from typing import Annotated
 import typer
 from typer.core import TyperCommand
 
+from hvdtrain.cli.hosts import (
+    Hostfile,
+    NetworkInterface,
+    SshIdentityFile,
+    SshPort,
+    split_networks,
+)
 from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.launch.options import COLLECTIVES, STARTERS, ElasticOptions, LaunchOptions
 from hvdtrain.launch.remote_shell import RemoteOptions
@@ -43,15 +50,10 @@ def launch_command(
     hosts: Annotated[str | None, typer.Option(
         "-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts and how many ranks each takes.",
         show_default="the Slurm job, the MPIJob, or this host")] = None,
-    hostfile: Annotated[Path | None, typer.Option(
-        help="Hosts from a file in the way of Open MPI or MPICH.")] = None,
-    ssh_port: Annotated[int | None, typer.Option(
-        help="Port of ssh on the other hosts.", show_default="ssh's own")] = None,
-    ssh_identity_file: Annotated[Path | None, typer.Option(
-        help="Private key for ssh.", show_default="ssh's own")] = None,
-    network_interface: Annotated[list[str] | None, typer.Option(
-        metavar="NAME|CIDR,...", help="Network of the ranks, by name of the interface or by "
-        "address, looked up on each host.", show_default="the way to the other hosts")] = None,
+    hostfile: Hostfile = None,
+    ssh_port: SshPort = None,
+    ssh_identity_file: SshIdentityFile = None,
+    network_interface: NetworkInterface = None,
     start_timeout: Annotated[float | None, typer.Option(
         metavar="SECONDS", help="How long to wait for hosts that cannot be reached.",
         show_default="0; in an MPIJob 300")] = None,
@@ -101,8 +103,7 @@ def launch_command(
         starter=starter, env=tuple(env or ()), output=output, timeout_s=timeout, grace_s=grace,
         verbose=verbose or command[0] == "world", collective=collective_of(command, collective),
         remote=RemoteOptions(port=ssh_port, identity_file=ssh_identity_file),
-        network_interface=tuple(item.strip() for value in network_interface or ()
-                                for item in value.split(",")),
+        network_interface=split_networks(network_interface),
         start_timeout_s=start_timeout, elastic=ElasticOptions(
             min_np=min_np, max_np=max_np, host_discovery_script=host_discovery_script,
             slots_per_host=slots_per_host, elastic_timeout_s=elastic_timeout,

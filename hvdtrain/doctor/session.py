@@ -7,7 +7,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from contextlib import suppress
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.doctor.probe.boot import MARK
-from hvdtrain.launch.remote_shell import RemoteOptions, remote_command
+from hvdtrain.launch.remote_shell import RemoteOptions, remote_command, sent_program
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SENT = ("errors.py", "horovod_check.py", "world/network.py", "launch/facts.py",
@@ -24,10 +23,6 @@ _SENT = ("errors.py", "horovod_check.py", "world/network.py", "launch/facts.py",
          "doctor/probe/python.py", "doctor/probe/serve.py", "doctor/probe/slurm.py")
 _PACKAGES = ("hvdtrain", "hvdtrain.world", "hvdtrain.launch", "hvdtrain.doctor",
              "hvdtrain.doctor.probe")
-# Reads exactly the program, so that what follows it stays for the program.
-_START = ("import os\ns=b''\nwhile len(s)<{size}:\n d=os.read(0,{size}-len(s))\n"
-          " if not d: os._exit(1)\n s+=d\n"
-          "exec(compile(s,'hvdtrain-doctor','exec'),{{'__name__':'__main__'}})")
 _REAP_S = 2.0
 _CHUNK = 1 << 16
 _NOISE_LINES, _STDERR_LINES = 5, 5
@@ -88,7 +83,7 @@ class HostSession:
             HostSilentError: ssh is not there.
         """
         boot = (_PACKAGE / "doctor" / "probe" / "boot.py").read_bytes()
-        command = [sys.executable, "-I", "-S", "-c", _START.format(size=len(boot))]
+        command = sent_program("hvdtrain-doctor", len(boot))
         if self._remote is not None:
             command = remote_command(self.host, command, self._remote)
         try:

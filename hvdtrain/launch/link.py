@@ -11,7 +11,6 @@ import json
 import os
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.launch.agent import MARK
-from hvdtrain.launch.remote_shell import RemoteOptions, remote_command
+from hvdtrain.launch.remote_shell import RemoteOptions, remote_command, sent_program
 
 StartProcess = Callable[[Sequence[str]], subprocess.Popen[bytes]]
 
@@ -31,10 +30,6 @@ LEASE_S = 12
 _PING_S = 3.0
 _STDERR_LINES = 5
 _SOURCE = Path(__file__).with_name("agent.py").read_bytes()
-# Reads exactly the program, so that what follows it stays for the program.
-_BOOT = ("import os\ns=b''\nwhile len(s)<{size}:\n d=os.read(0,{size}-len(s))\n"
-         " if not d: os._exit(1)\n s+=d\n"
-         "exec(compile(s,'hvdtrain-agent','exec'),{{'__name__':'__main__'}})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +76,7 @@ class AgentLink:
 
     def start(self, start: StartProcess) -> None:
         """Start the agent. Its facts come with the first messages that are read."""
-        boot = [sys.executable, "-I", "-S", "-c", _BOOT.format(size=len(_SOURCE))]
+        boot = sent_program("hvdtrain-agent", len(_SOURCE))
         command = boot if self._remote is None else remote_command(self.host, boot, self._remote)
         self._received = b""
         self._outbox = queue.Queue()

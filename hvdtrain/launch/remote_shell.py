@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,11 @@ _ALIVE_INTERVAL_S, _ALIVE_COUNT = 3, 3
 """A host whose cable is cut is lost after 9 to 12 s; TCP alone would take hours."""
 _KUBEXEC = re.compile(r"(?P<kubectl>\S*kubectl)\s+exec\s+\$\{?POD_NAME\}?"
                       r"(?:\s+(?:--container|-c)[\s=](?P<container>\S+))?")
+
+# Reads exactly the program, so that what follows it stays for the program.
+_BOOT = ("import os\ns=b''\nwhile len(s)<{size}:\n d=os.read(0,{size}-len(s))\n"
+         " if not d: os._exit(1)\n s+=d\n"
+         "exec(compile(s,'{name}','exec'),{{'__name__':'__main__'}})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +58,16 @@ def remote_command(host: str, argv: Sequence[str], options: RemoteOptions) -> li
         program, *exec_options = options.kubectl
         return [program, "exec", "-i", host, *exec_options, "--", *argv]
     return ["ssh", *ssh_options(options), host, shlex.join(argv)]
+
+
+def sent_program(name: str, size: int) -> list[str]:
+    """The command line of this Python that runs a program sent through standard input.
+
+    Args:
+        name: String, by which the process is known; no quotes.
+        size: Integer, the bytes of the program. What follows them is left to it.
+    """
+    return [sys.executable, "-I", "-S", "-c", _BOOT.format(name=name, size=size)]
 
 
 def ssh_options(options: RemoteOptions) -> list[str]:
