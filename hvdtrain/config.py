@@ -5,21 +5,18 @@ No TensorFlow here: the driver reads and checks settings before it starts a sing
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
+from hvdtrain.engine_config import EngineName, PsConfig, TfConfig
 from hvdtrain.errors import ConfigError
+from hvdtrain.settings import at_least, check_types
 
 LrScaling = Literal["linear", "sqrt", "none"]
 Remainder = Literal["pad", "drop"]
 Sparse = Literal["gather", "dense"]
 CollectiveName = Literal["auto", "horovod-gloo", "horovod-mpi", "mpi4py", "single"]
-ConfigT = TypeVar("ConfigT")
 
 _LONGEST_HANG_S = 1_000_000
 
@@ -70,15 +67,22 @@ class TrainConfig:
     hang_timeout_s: float = 300.0
     """End the run where no rank has gone on, or one has not answered, for so many seconds, and
     name it. 0: never."""
+    engine: EngineName = "allreduce"
+    """How an update happens: `allreduce`, parameter servers (`ps`), or a strategy of
+    tf.distribute (`tf`)."""
+    ps: PsConfig = field(default_factory=PsConfig)
+    """Settings of engine `ps`."""
+    tf: TfConfig = field(default_factory=TfConfig)
+    """Settings of engine `tf`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.output, str):
             object.__setattr__(self, "output", Path(self.output))
         check_types(self)
         for name in ("batch_per_rank", "epochs", "keep_checkpoints"):
-            _at_least(self, name, 1)
+            at_least(self, name, 1)
         for name in ("checkpoint_every_epochs", "warmup_epochs", "seed"):
-            _at_least(self, name, 0)
+            at_least(self, name, 0)
         check_hang_timeout(self.hang_timeout_s)
         if self.bucket_mb <= 0:
             raise ConfigError(f"bucket_mb must be positive. Received: bucket_mb={self.bucket_mb}")
@@ -98,85 +102,3 @@ def check_hang_timeout(hang_timeout_s: float) -> None:
     if hang_timeout_s != 0 and not 1 <= hang_timeout_s <= _LONGEST_HANG_S:
         raise ConfigError(f"hang_timeout_s must be 0 (no limit) or from 1 to {_LONGEST_HANG_S:,} "
                           f"seconds. Received: hang_timeout_s={hang_timeout_s}")
-
-
-def _at_least(config: Any, name: str, least: int) -> None:
-    value = getattr(config, name)
-    if not value >= least:
-        raise ConfigError(f"{name} must be at least {least}. Received: {name}={value}")
-
-
-def check_types(config: Any) -> None:
-    """Compare each field of a config dataclass with its annotation.
-
-    Raises:
-        ConfigError: Naming the field, what was found and what was expected.
-    """
-    hints = typing.get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        value, hint = getattr(config, field.name), hints[field.name]
-        if not _fits(value, hint):
-            raise ConfigError(
-                f"{field.name} must be {describe_type(hint)}. Received: "
-                f"{field.name}={value!r} of type {type(value).__name__}")
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin = typing.get_origin(hint)
-    if origin is Literal:
-        return value in typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, part) for part in typing.get_args(hint))
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, origin or hint)
-
-
-def describe_type(hint: Any) -> str:
-    """A type annotation in words, e.g. `one of 'pad', 'drop'` or `int or None`."""
-    origin = typing.get_origin(hint)
-    if origin is Literal:
-        return "one of " + ", ".join(repr(v) for v in typing.get_args(hint))
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe_type(part) for part in typing.get_args(hint))
-    if hint is type(None):
-        return "None"
-    name: str = hint.__name__
-    return {"int": "a whole number", "float": "a number", "bool": "true or false",
-            "str": "a string", "Path": "a path"}.get(name, name)
-
-
-def from_mapping(cls: type[ConfigT], values: Mapping[str, Any], *, where: str) -> ConfigT:
-    """Make a config dataclass from a mapping, refusing keys that it does not know.
-
-    Args:
-        cls: The dataclass.
-        values: Mapping from field names to values; strings become paths where one is expected.
-        where: String for messages, e.g. `"job.toml, [train]"`.
-
-    Raises:
-        ConfigError: A key is unknown (the valid ones are listed) or a value does not fit.
-    """
-    hints = typing.get_type_hints(cls)
-    known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ConfigError(
-            f"{where}: unknown key{'s' if len(unknown) > 1 else ''} "
-            f"{', '.join(map(repr, unknown))}. Valid keys: {', '.join(sorted(known))}.")
-    converted = {
-        key: Path(value) if isinstance(value, str) and _fits(Path(), hints[key]) else value
-        for key, value in values.items()
-    }
-    try:
-        return cls(**converted)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-
-
-def replace(config: ConfigT, **changes: Any) -> ConfigT:
-    """A copy with the given fields changed; None means "as it was"."""
-    given = {key: value for key, value in changes.items() if value is not None}
-    return dataclasses.replace(config, **given)  # type: ignore[type-var]

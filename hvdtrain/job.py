@@ -21,6 +21,9 @@ A *job file* names a model, data, optimizer, loss and settings:
     batch_per_rank = 32
     epochs = 10
 
+    [ps]                           # fields of PsConfig, for engine = "ps" in [train]
+    servers = 2
+
 A *Python job* is a module with a function `job()` that returns a `Job`.
 """
 
@@ -32,8 +35,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.config import TrainConfig, check_types, from_mapping
+from hvdtrain.config import TrainConfig
+from hvdtrain.engine_config import PsConfig, TfConfig
 from hvdtrain.errors import ConfigError
+from hvdtrain.settings import check_types, from_mapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +97,8 @@ class JobFile:
 
 
 DEFAULT_OPTIMIZER = "Adam"
-_TABLES = ("model", "data", "optimizer", "compile", "train")
+_TABLES = ("model", "data", "optimizer", "compile", "train", "ps", "tf")
+_ENGINE_TABLES = {"ps": PsConfig, "tf": TfConfig}
 
 
 def read_job_file(path: Path) -> JobFile:
@@ -127,7 +133,18 @@ def read_job_file(path: Path) -> JobFile:
         data=_named(path, tables, "data"),
         optimizer=_named(path, tables, "optimizer", default=DEFAULT_OPTIMIZER),
         compile=from_mapping(CompileConfig, compile_table, where=f"{path}, [compile]"),
-        train=from_mapping(TrainConfig, tables.get("train", {}), where=f"{path}, [train]"))
+        train=from_mapping(TrainConfig, tables.get("train", {}) | _engine_tables(path, tables),
+                           where=f"{path}, [train]"))
+
+
+def _engine_tables(path: Path, tables: dict[str, Any]) -> dict[str, Any]:
+    """The settings of engines, each of which has a table of its own."""
+    misplaced = sorted(set(tables.get("train", {})) & set(_ENGINE_TABLES))
+    if misplaced:
+        raise ConfigError(f"{path}: [train.{misplaced[0]}] is a table of its own. Write "
+                          f"[{misplaced[0]}].")
+    return {name: from_mapping(cls, tables.get(name, {}), where=f"{path}, [{name}]")
+            for name, cls in _ENGINE_TABLES.items()}
 
 
 def _named(path: Path, tables: dict[str, Any], table: str, default: str | None = None) -> Named:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.config import TrainConfig, replace
+from hvdtrain.config import TrainConfig
 from hvdtrain.job import Job
 from hvdtrain.session import Session
+from hvdtrain.settings import replace
 
 DEFAULT_OUTPUT = Path("runs")
 

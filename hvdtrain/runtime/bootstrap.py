@@ -70,15 +70,24 @@ def bootstrap(world: World, environ: Mapping[str, str], *,
     return made.variables
 
 
-def start_bootstrap(world: World, environ: Mapping[str, str], *, timeout_s: float) -> Bootstrap:
-    """As `bootstrap`, with the server in the caller's hands."""
+def start_bootstrap(world: World, environ: Mapping[str, str], *, timeout_s: float,
+                    start: str = "") -> Bootstrap:
+    """As `bootstrap`, with the server in the caller's hands.
+
+    Args:
+        world: As for `bootstrap`.
+        environ: As for `bootstrap`.
+        timeout_s: As for `bootstrap`.
+        start: String that all ranks of this start share and others do not, where the environment
+            holds none.
+    """
     if not world.hosts:
         raise WorldError(
             f"The starter {world.starter} does not tell the hosts of the {world.size} ranks, so "
             "they cannot find each other. Start them with: hvdtrain launch, horovodrun, mpirun "
             "or srun.")
     seed = ".".join([environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", ""),
-                     ",".join(world.hosts), str(world.size)])
+                     ",".join(world.hosts), str(world.size), start])
     deadline = time.monotonic() + timeout_s
     route = _route(world, deadline)
     server: RendezvousServer | None = None

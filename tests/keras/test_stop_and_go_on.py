@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import hvdtrain
-from hvdtrain.config import TrainConfig, replace
+from hvdtrain.config import TrainConfig
+from hvdtrain.settings import replace
 from hvdtrain.data.shard import ShardPlan
 from hvdtrain.optim.distributed import DistributedOptimizer
 from hvdtrain.train.callbacks import coordinator

@@ -12,7 +12,8 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain
-from hvdtrain.config import TrainConfig, replace
+from hvdtrain.config import TrainConfig
+from hvdtrain.settings import replace
 from hvdtrain.data.pipeline import evaluation_dataset, training_dataset
 from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.source import ArraySource, load_npz

@@ -306,7 +306,7 @@ def test_a_loss_that_is_not_finite_names_step_and_rank(rank_session, keras, tmp_
     fit_quietly(make(), (x, y), config=config)
     bad = x.copy()
     bad[5 * 4 + 2] = np.nan  # step 6 of 8, the first row of rank 1
-    from hvdtrain.config import replace
+    from hvdtrain.settings import replace
     with pytest.raises(TrainingError, match=r"since step 14, first on rank 1\."):
         fit_quietly(make(), (bad, y), config=replace(config, resume=True, epochs=2))
     if rank_session.world.is_chief:

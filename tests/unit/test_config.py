@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.config import TrainConfig, from_mapping, replace
+from hvdtrain.config import TrainConfig
+from hvdtrain.settings import from_mapping, replace
 from hvdtrain.errors import ConfigError
 
 

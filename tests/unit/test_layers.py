@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 #: layer -> its modules; a module may import its own layer and those in ALLOWED.
 LAYERS = {
     "base": ("errors", "log", "optional"),
-    "facts": ("config", "hosts", "world", "job", "horovod_check"),
+    "facts": ("config", "engine_config", "settings", "hosts", "world", "job", "horovod_check"),
     "driver": ("launch", "submit"),
     "doctor": ("doctor",),
     "runtime": ("runtime",),

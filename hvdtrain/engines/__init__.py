@@ -1,0 +1,1 @@
+"""Ways in which an update happens, beside allreduce: parameter servers, tf.distribute."""
