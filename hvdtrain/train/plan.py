@@ -36,19 +36,23 @@ class TrainPlan:
     """For each rank: host and devices."""
     collective: str
     parameters: int
+    party: str = "rank"
+    """What computes the gradient of one batch, in words."""
+    details: tuple[tuple[str, str], ...] = ()
+    """Name and text of facts of another engine, in place of the collective."""
 
     def render(self) -> str:
         """The plan as text, one fact per line."""
         shards, config = self.shards, self.config
         rows = [
             ("job", f"{self.job}: {self.parameters:,} parameters, {self.optimizer}"),
-            ("ranks", f"{shards.size}: {_group(self.ranks)}"),
-            ("collective", self.collective),
-            ("batch", f"{shards.batch_per_rank} per rank x {shards.size} = "
+            ("ranks", f"{len(self.ranks)}: {_group(self.ranks)}"),
+            *(self.details or (("collective", self.collective),)),
+            ("batch", f"{shards.batch_per_rank} per {self.party} x {shards.size} = "
                       f"{shards.global_batch} global"),
             ("data", self._data_line()),
-            ("steps", f"{shards.steps} per epoch on every rank, {config.epochs} "
-                      f"epoch{'s' if config.epochs > 1 else ''}"),
+            ("steps", f"{shards.steps} per epoch{' on every rank' if self.party == 'rank' else ''}"
+                      f", {config.epochs} epoch{'s' if config.epochs > 1 else ''}"),
             ("learning rate", f"{self.lr.describe(self.base_rate)} ({config.lr_scaling})"),
             ("output", str(config.output) if config.output else "nothing is written"),
         ]
@@ -59,7 +63,7 @@ class TrainPlan:
         shards = self.shards
         change = (f", {shards.padded} repeated" if shards.padded else
                   f", {shards.dropped} left out" if shards.dropped else "")
-        last = (f", last batch {shards.last_batch_per_rank} per rank"
+        last = (f", last batch {shards.last_batch_per_rank} per {self.party}"
                 if shards.last_batch_per_rank else "")
         order = f"reshuffled each epoch (seed {shards.seed})" if shards.shuffle else "in order"
         return (f"{shards.samples:,} samples, {order}{last}{change}; "

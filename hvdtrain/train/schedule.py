@@ -75,7 +75,7 @@ def install(optimizer: Any, plan: LrPlan) -> None:
             number.assign(number * plan.scale)
         state = state_of(leaf)
         if state is not None:
-            state.learning_rate_multiplier = _multiplier(
+            state.learning_rate_multiplier = multiplier(
                 plan, plan.scale if number is None else 1.0)
 
 
@@ -96,11 +96,21 @@ def effective_rate(optimizer: Any, plan: LrPlan) -> float:
     return rate * full * plan.ramp(step)
 
 
-def _multiplier(plan: LrPlan, full: float) -> Callable[[Any], Any] | None:
+def multiplier(plan: LrPlan, full: float) -> Callable[[Any], Any] | None:
+    """The factor on the learning rate of an update, as a function of the updates before it.
+
+    Args:
+        plan: The scaling.
+        full: Float, the factor after the warmup: `plan.scale` where the rate is a schedule, 1
+            where the scale is in the optimizer's variable already.
+
+    Returns:
+        A callable from an integer tensor to a float tensor; None where the factor is always 1.
+    """
     if plan.warmup_steps == 0:
         return None if full == 1.0 else (lambda iteration: tf.constant(full))
 
-    def multiplier(iteration: Any) -> Any:
+    def factor(iteration: Any) -> Any:
         done = tf.minimum(1.0, tf.cast(iteration, tf.float32) / plan.warmup_steps)
         return full * (1.0 + (plan.scale - 1.0) * done) / plan.scale
-    return multiplier
+    return factor

@@ -1,0 +1,231 @@
+"""`Trainer`: epochs, callbacks and evaluation around one of the two modes. On the chief.
+
+The model and the optimizer on the chief are the user's, plain Keras ones. They hold what the
+servers hold at the end of each epoch, before callbacks see them; what a callback changes in them
+(weights, a learning rate) goes back to the servers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.data.pipeline import evaluation_dataset
+from hvdtrain.data.source import Source
+from hvdtrain.engines.parameter_server import tf_seam
+from hvdtrain.engines.parameter_server.asynchronous import Asynchronous, Machinery, share_of
+from hvdtrain.engines.parameter_server.parameters import Array
+from hvdtrain.engines.parameter_server.synchronous import Synchronous
+from hvdtrain.errors import TrainingError
+from hvdtrain.log import get_logger
+from hvdtrain.optim import keras_seam
+from hvdtrain.optim.state import digests
+from hvdtrain.runtime.progress import Progress
+from hvdtrain.train.callbacks.coordinator import StoppedError
+from hvdtrain.train.checkpoint import CheckpointStore, RunState
+from hvdtrain.train.plan import TrainPlan
+from hvdtrain.train.schedule import effective_rate
+
+_CHECK_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training, from the position where it begins."""
+
+    model: Any
+    plan: TrainPlan
+    begin: RunState
+    validation: Source | None
+    callbacks: Sequence[Any]
+    """The user's, and then the writers."""
+    store: CheckpointStore | None
+    progress: Progress
+    stop_asked: Callable[[], bool]
+    verbose: int
+
+
+class Trainer:
+    """Runs one training.
+
+    Args:
+        run: What to train.
+        machinery: The parts on servers and workers.
+        mode: How updates happen.
+    """
+
+    def __init__(self, run: Run, machinery: Machinery, mode: Asynchronous | Synchronous) -> None:
+        self._run, self._m, self._mode = run, machinery, mode
+        self._config: TrainConfig = run.plan.config
+        self._evaluate = tf.function(self._evaluate_closure, autograph=False)
+        self._ended = threading.Event()
+        self._callbacks: Any = None
+        self._epoch = run.begin.epoch
+        self._gained = machinery.metrics.nothing()
+        self._told = 0
+        self._pushed_rate: float | None = None
+
+    def fit(self) -> dict[str, list[float]]:
+        """Train to the last epoch.
+
+        Returns:
+            Figures per epoch.
+
+        Raises:
+            TrainingError: A loss is not finite.
+            StoppedError: This process was told to stop; all is saved.
+        """
+        run, model = self._run, self._run.model
+        history = keras.callbacks.History()
+        self._callbacks = keras.callbacks.CallbackList(
+            [*run.callbacks, history], model=model,
+            add_progbar=run.verbose != 0, verbose=run.verbose, epochs=self._config.epochs,
+            steps=run.plan.shards.steps)
+        model.stop_training = False
+        self._callbacks.on_train_begin()
+        logs: dict[str, float] = {}
+        first_step = run.plan.shards.step_after(run.begin.samples)
+        for epoch in range(run.begin.epoch, self._config.epochs):
+            logs = self._train_epoch(epoch, first_step)
+            first_step = 0
+            if model.stop_training:
+                break
+        if isinstance(self._mode, Synchronous):
+            self._mode.drain()
+        if getattr(model.optimizer, "use_ema", False):
+            model.optimizer.finalize_variable_values(model.trainable_variables)
+        self._callbacks.on_train_end(logs)
+        return dict(history.history)
+
+    def pull(self) -> None:
+        """Bring model and optimizer on the chief up to date."""
+        for part in (self._m.parameters, self._m.state, self._m.optimizer):
+            part.pull()
+
+    def _train_epoch(self, epoch: int, first_step: int) -> dict[str, float]:
+        run, steps = self._run, self._run.plan.shards.steps
+        self._epoch, self._gained, self._told = epoch, self._begin_metrics(first_step), first_step
+        self._callbacks.on_epoch_begin(epoch)
+        self._push_rate()
+        done = self._mode.run(epoch, first_step, steps, epoch * steps, self._report)
+        self._m.coordinator.join()
+        run.progress.advance(f"the end of epoch {epoch + 1}")
+        with run.progress.phase("copying the parameters from the servers"):
+            self.pull()
+        if run.stop_asked() and done < steps:
+            self._stop(done)
+        logs = self._m.metrics.results(self._gained)
+        logs["learning_rate"] = effective_rate(run.model.optimizer, run.plan.lr)
+        if run.validation is not None:
+            with run.progress.phase("evaluating"):
+                logs |= {f"val_{k}": v for k, v in self._validate(run.validation).items()}
+        before = digests(run.model.variables)
+        with run.progress.phase("in the callbacks at the end of an epoch"):
+            self._callbacks.on_epoch_end(epoch, logs)
+        if digests(run.model.variables) != before:
+            self._push_model()
+        if run.stop_asked() and epoch + 1 < self._config.epochs:
+            self._epoch = epoch + 1
+            self._gained = self._m.metrics.nothing()
+            self._stop(0)
+        return logs
+
+    def _begin_metrics(self, first_step: int) -> Array:
+        """Those of the epoch that a former run has begun."""
+        if first_step == 0:
+            return self._m.metrics.nothing()
+        gained = self._m.metrics.gained_by(self._run.begin.metrics)
+        if gained is None:
+            get_logger().warning("The checkpoint holds other metrics than this job's: those of "
+                                 "this epoch count from step %d on.", first_step + 1)
+            return self._m.metrics.nothing()
+        return gained
+
+    def _report(self, done: int, gained: Array) -> bool:
+        """After each closure or update: figures, callbacks, whether to go on."""
+        self._run.progress.advance(self._epoch * self._run.plan.shards.steps + done)
+        self._gained = self._gained + gained
+        if self._config.stop_on_nan and not np.isfinite(gained).all():
+            raise TrainingError(
+                f"The loss, or a metric, is not finite between steps {self._told + 1} and {done} "
+                f"of epoch {self._epoch + 1}. Lower the learning rate, clip gradients "
+                "(global_clipnorm), or look at the data. --no-stop-on-nan goes on regardless.")
+        for step in range(self._told, done):
+            self._callbacks.on_train_batch_begin(step)
+            self._callbacks.on_train_batch_end(step)
+        self._told = done
+        self._push_rate()
+        return not self._run.stop_asked() and not self._run.model.stop_training
+
+    def _push_rate(self) -> None:
+        """A learning rate that a callback has set on the chief counts on the servers."""
+        own = keras_seam.rate_variable(self._run.model.optimizer)
+        if own is not None:
+            rate = float(own.numpy())
+            if rate != self._pushed_rate:
+                self._m.optimizer.set_rate(rate)
+                self._pushed_rate = rate
+
+    def _push_model(self) -> None:
+        p = self._m.parameters
+        values = [np.asarray(v.numpy()) for v in p.parts.trained]
+        for variable, value in zip(p.variables, p.take_apart(values), strict=True):
+            variable.value.assign(value)
+        self._m.state.push()
+
+    def _validate(self, validation: Source) -> dict[str, float]:
+        model, batch = self._run.model, self._config.batch_per_rank
+        if self._config.ps.evaluation == "direct":
+            dataset = evaluation_dataset(validation, np.arange(len(validation)), batch)
+            found = model.evaluate(dataset, verbose=0, return_dict=True)
+            model.reset_metrics()
+            return {name: float(value) for name, value in found.items()}
+        batches = -(-len(validation) // batch)
+        length = share_of(self._config.ps.steps_per_closure, batches, self._m.workers)
+        pending = [tf_seam.schedule(
+            self._m.coordinator, self._evaluate,
+            [tf.constant(begin, tf.int64), tf.constant(min(batches, begin + length), tf.int64)],
+            self._ended.set) for begin in range(0, batches, length)]
+        gained = self._m.metrics.nothing()
+        for value in pending:
+            while not tf_seam.has_ended(value):
+                self._ended.wait(_CHECK_S)
+                self._ended.clear()
+            gained = gained + np.asarray(tf_seam.result(value))
+        return self._m.metrics.results(gained)
+
+    def _evaluate_closure(self, begin: Any, end: Any) -> Any:
+        m = self._m
+
+        def batch(number: Any, *metrics: Any) -> list[Any]:
+            found = m.strategy.run(m.step.evaluate, args=(m.feed.validation(number),
+                                                          list(metrics)))
+            return [number + 1, *found]
+        _, *states = tf.while_loop(lambda number, *_: number < end, batch,
+                                   [begin, *m.metrics.begin()], parallel_iterations=1)
+        return m.metrics.gained(states)
+
+    def _stop(self, done: int) -> None:
+        """Save, and end.
+
+        Raises:
+            StoppedError: Always.
+        """
+        run, saved = self._run, "Nothing was saved, since the run has no output folder."
+        if run.store is not None:
+            state = RunState(
+                epoch=self._epoch, step=keras_seam.steps_done(run.model.optimizer),
+                ranks=self._mode.replicas, lr_scale=run.plan.lr.scale, version=run.begin.version,
+                samples=run.plan.shards.samples_before(done),
+                metrics=self._m.metrics.total(self._gained) if done else ())
+            with run.progress.phase("saving a checkpoint"):
+                saved = f"All of it is in {run.store.save(run.model, state)}; go on with --resume."
+        raise StoppedError(f"Stopped on request (signal) after step {done} of epoch "
+                           f"{self._epoch + 1}. {saved}")
