@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
+from hvdtrain.config import TrainConfig
 from hvdtrain.entry import load_job
+from hvdtrain.job import Job
 from hvdtrain.run import run_job, with_default_output
 from hvdtrain.runtime import guard
+from hvdtrain.runtime.usage import start_usage
+from hvdtrain.world import World
 from hvdtrain.world.detect import detect_world
 
 
@@ -20,17 +25,63 @@ def fit_on_this_rank(target: str, changes: dict[str, Any], *, dry_run: bool) -> 
         dry_run: Boolean; print the plan and return.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    with guard.install(detect_world(os.environ), os.environ) as guarded:
+    world, assignment = _who_am_i()
+    with guard.install(world, os.environ) as guarded:
         # Before TensorFlow is loaded, so that a mistake in a job file is told at once.
         job = load_job(target)
         config = with_default_output(job, changes)
-        from hvdtrain.session import init
-        session = init(collective=config.collective, hang_timeout_s=config.hang_timeout_s)
-        result = run_job(job, config, session, dry_run=dry_run,
-                         stop_asked=lambda: guarded.stop.requested)
-        if session.world.is_chief and not dry_run:
+        if config.engine == "ps":
+            result = _with_servers(job, config, world, assignment, guarded, dry_run=dry_run)
+        elif config.engine == "tf":
+            from hvdtrain.engines.tf_distribute.engine import fit_with_strategy
+            start_usage(f"rank{world.rank}", os.environ)
+            result = fit_with_strategy(job, config, detect_world(os.environ), os.environ,
+                                       stop_asked=lambda: guarded.stop.requested,
+                                       dry_run=dry_run)
+        else:
+            result = _with_allreduce(job, config, guarded, dry_run=dry_run)
+        if result is not None and world.is_chief and not dry_run:
             print(summary(result), flush=True)  # noqa: T201 - promised output
-        session.collective.barrier()
+
+
+def _who_am_i() -> tuple[World, Any]:
+    """This rank; or the process of a role, which the rank's supervisor has started."""
+    from hvdtrain.engines.parameter_server.supervisor import ASSIGNMENT_VARIABLE
+    text = os.environ.get(ASSIGNMENT_VARIABLE)
+    if text is None:
+        return detect_world(os.environ, parameter_servers=True), None
+    from hvdtrain.engines.parameter_server.child import end_with_parent, world_of
+    from hvdtrain.engines.parameter_server.roles import Assignment
+    end_with_parent()
+    assignment = Assignment.from_json(text)
+    return world_of(assignment), assignment
+
+
+def _with_servers(job: Job, config: TrainConfig, world: World, assignment: Any,
+                  guarded: guard.Guard, *, dry_run: bool) -> Any:
+    """A rank only supervises; the process of its role comes here again, with its assignment."""
+    if assignment is None:
+        from hvdtrain import log
+        from hvdtrain.engines.parameter_server.rank import supervise_role
+        log.configure(log.rank_prefix(world.rank, world.size, world.host))
+        code = supervise_role(config, world, os.environ,
+                              [sys.executable, "-m", "hvdtrain", *sys.argv[1:]], guarded.stop,
+                              dry_run=dry_run)
+        if code:
+            guarded.leave(code)
+        return None
+    from hvdtrain.engines.parameter_server.child import run_child
+    return run_child(assignment, job, config, guarded, dry_run=dry_run)
+
+
+def _with_allreduce(job: Job, config: TrainConfig, guarded: guard.Guard, *, dry_run: bool) -> Any:
+    from hvdtrain.session import init
+    start_usage(f"rank{detect_world(os.environ).rank}", os.environ)
+    session = init(collective=config.collective, hang_timeout_s=config.hang_timeout_s)
+    result = run_job(job, config, session, dry_run=dry_run,
+                     stop_asked=lambda: guarded.stop.requested)
+    session.collective.barrier()
+    return result
 
 
 def summary(result: Any) -> str:

@@ -22,8 +22,9 @@ from hvdtrain.world.world import World
 
 def open_store(world: World, environ: Mapping[str, str], scope: str, *,
                timeout_s: float = 600.0) -> Store:
-    """The store of this start. All ranks; rank 0 serves it, to the end of its process, where the
-    starter does not.
+    """The store of this start. All ranks.
+
+    Where the starter serves none, rank 0 does, to the end of its process.
 
     Args:
         world: Which rank this is.

@@ -28,7 +28,8 @@ Environ = Mapping[str, str]
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
-def detect_world(environ: Environ, *, hostname: str | None = None) -> World:
+def detect_world(environ: Environ, *, hostname: str | None = None,
+                 parameter_servers: bool = False) -> World:
     """Find out which rank this process is, of how many.
 
     Order: Horovod (horovodrun and our launcher), Open MPI, hydra (MPICH, Intel MPI), a Slurm
@@ -38,6 +39,8 @@ def detect_world(environ: Environ, *, hostname: str | None = None) -> World:
         environ: The environment, e.g. `os.environ`.
         hostname: String, the name of this host where the starter does not tell it. Default:
             asked of the system.
+        parameter_servers: Boolean, whether servers and the evaluator of a TF_CONFIG are ranks
+            too, the last ones. They have no part in allreduce, and are refused.
 
     Raises:
         WorldError: Variables of a starter are incomplete or contradict each other, or many
@@ -48,6 +51,9 @@ def detect_world(environ: Environ, *, hostname: str | None = None) -> World:
         world = reader(environ, host)
         if world is not None:
             return world
+    world = _read_tf_config(environ, parameter_servers=parameter_servers)
+    if world is not None:
+        return world
     _refuse_leftovers(environ)
     _refuse_allocation(environ)
     evidence = {name: environ[name] for name in ("SLURM_JOB_ID", "SLURM_NTASKS") if name in environ}
@@ -131,33 +137,40 @@ def _read_slurm(environ: Environ, host: str) -> World | None:
                   cross=cross, hosts=hosts, slots=slots)
 
 
-def _read_tf_config(environ: Environ, host: str) -> World | None:
-    """TF_CONFIG: set by Kubeflow's TFJob; one process per pod, rank by place in the cluster."""
+def _read_tf_config(environ: Environ, *, parameter_servers: bool) -> World | None:
+    """TF_CONFIG: set by Kubeflow's TFJob; one process per pod, rank by place in the cluster.
+
+    TensorFlow keeps the evaluator out of the cluster: it is the rank after all others.
+    """
     text = environ.get("TF_CONFIG", "").strip()
     if not text:
         return None
     cluster, kind, index = _parse_tf_config(text)
     if not cluster:
         return None
-    if kind in ("ps", "evaluator"):
+    if kind in ("ps", "evaluator") and not parameter_servers:
         raise WorldError(
             f"TF_CONFIG makes this process the {kind!r} with index {index}, which has no part in "
             "allreduce training: its workers keep the weights themselves and evaluate together. "
-            f"Remove the {kind!r} replicas from the job.")
-    order = [(role, i) for role in ("chief", "master", "worker")
-             for i in range(len(cluster.get(role, ())))]
+            f"Remove the {kind!r} replicas from the job, or train with --engine ps.")
+    kinds = ("chief", "master", "worker", *(("ps",) if parameter_servers else ()))
+    order = [(role, i) for role in kinds for i in range(len(cluster.get(role, ())))]
+    hosts = tuple(cluster[role][i].rsplit(":", 1)[0] for role, i in order)
+    if kind == "evaluator" and hosts:
+        return _world((len(order), len(order) + 1, 0, 1), socket.gethostname(), "tf_config",
+                      "bootstrap", {"TF_CONFIG": text}, cross=(len(order), len(order) + 1),
+                      hosts=hosts, slots=(1,) * len(order))
     if (kind, index) not in order:
         raise WorldError(
             f"TF_CONFIG names the task {kind!r} with index {index}, which is not in its cluster "
             f"of {', '.join(f'{r} {i}' for r, i in order) or 'no workers'}.")
-    hosts = tuple(cluster[role][i].rsplit(":", 1)[0] for role, i in order)
     rank, size = order.index((kind, index)), len(order)
     return _world((rank, size, 0, 1), hosts[rank], "tf_config", "bootstrap",
                   {"TF_CONFIG": text}, cross=(rank, size), hosts=hosts, slots=(1,) * size)
 
 
 _READERS: tuple[Callable[[Environ, str], World | None], ...] = (
-    _read_horovod, _read_openmpi, _read_hydra, _read_slurm, _read_tf_config)
+    _read_horovod, _read_openmpi, _read_hydra, _read_slurm)
 
 
 def _parse_tf_config(text: str) -> tuple[dict[str, list[str]], str, int]:

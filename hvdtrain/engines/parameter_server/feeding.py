@@ -19,6 +19,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.source import ArraySource, DataSplits, Source
 from hvdtrain.engines.parameter_server import tf_seam
+from hvdtrain.train.fit import as_source
 
 Rows = np.ndarray[Any, Any]
 
@@ -34,9 +35,8 @@ def splits_of(data: Any) -> DataSplits:
     """What `Job.data` returns, as sources."""
     if not isinstance(data, DataSplits):
         data = DataSplits(train=data)
-    as_source = [s if s is None or isinstance(s, Source) else ArraySource(s)
-                 for s in (data.train, data.validation)]
-    return DataSplits(train=as_source[0], validation=as_source[1])
+    return DataSplits(train=as_source(data.train, "train"),
+                      validation=as_source(data.validation, "validation"))
 
 
 class Reader:

@@ -79,10 +79,10 @@ def tf_config_roles(text: str) -> tuple[tuple[Role, ...], Role, dict[str, list[s
             f"TF_CONFIG has no {' and no '.join(missing)} in its cluster. Engine ps needs one "
             "chief, workers (worker) and servers (ps): add the replicas to the job.")
     addresses = {kind: list(cluster[kind]) for kind in ("chief", "worker", "ps")}
-    roles = tuple(Role(kind=kind, index=i) for kind in ("chief", "worker", "ps")
-                  for i in range(len(addresses[kind])))
+    kinds: tuple[Kind, ...] = ("chief", "worker", "ps")
+    roles = tuple(Role(kind=kind, index=i) for kind in kinds for i in range(len(addresses[kind])))
     task = value["task"]
-    kind = "chief" if task["type"] == "master" else task["type"]
+    kind: Kind = "chief" if task["type"] == "master" else task["type"]
     return roles, Role(kind=kind, index=int(task["index"])), addresses
 
 
