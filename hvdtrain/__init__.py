@@ -17,7 +17,10 @@ _LAZY = {
     "FitResult": "hvdtrain.train.fit",
     "HvdtrainError": "hvdtrain.errors",
     "Job": "hvdtrain.job",
+    "LocalCluster": "hvdtrain.engines.parameter_server.local_cluster",
+    "PsConfig": "hvdtrain.engine_config",
     "Session": "hvdtrain.session",
+    "TfConfig": "hvdtrain.engine_config",
     "TrainConfig": "hvdtrain.config",
     "World": "hvdtrain.world",
     "detect_world": "hvdtrain.world.detect",
@@ -35,6 +38,9 @@ if TYPE_CHECKING:
     from hvdtrain.data.source import ArraySource as ArraySource
     from hvdtrain.data.source import DataSplits as DataSplits
     from hvdtrain.data.source import load_npz as load_npz
+    from hvdtrain.engine_config import PsConfig as PsConfig
+    from hvdtrain.engine_config import TfConfig as TfConfig
+    from hvdtrain.engines.parameter_server.local_cluster import LocalCluster as LocalCluster
     from hvdtrain.errors import HvdtrainError as HvdtrainError
     from hvdtrain.job import Job as Job
     from hvdtrain.optim import DistributedOptimizer as DistributedOptimizer

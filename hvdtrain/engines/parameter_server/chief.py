@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.collectives.select import Choice
 from hvdtrain.collectives.single import SingleCollective
@@ -16,13 +17,19 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data.source import DataSplits
 from hvdtrain.engines.parameter_server import keras_parts, placement, tf_seam
 from hvdtrain.engines.parameter_server.asynchronous import Asynchronous, Machinery
-from hvdtrain.engines.parameter_server.feeding import Feed, shard_plan, splits_of
+from hvdtrain.engines.parameter_server.feeding import (
+    Feed,
+    reading_error,
+    shard_plan,
+    splits_of,
+)
 from hvdtrain.engines.parameter_server.parameters import ServerParameters
 from hvdtrain.engines.parameter_server.probe import ModelParts, take_apart
 from hvdtrain.engines.parameter_server.server_optimizer import ServerOptimizer, layout
 from hvdtrain.engines.parameter_server.step import MetricStates, StateVector, WorkerStep
 from hvdtrain.engines.parameter_server.synchronous import Synchronous
 from hvdtrain.engines.parameter_server.trainer import Run, Trainer
+from hvdtrain.errors import DataError
 from hvdtrain.job import Job
 from hvdtrain.optim import keras_seam
 from hvdtrain.runtime.progress import Progress
@@ -86,25 +93,42 @@ def train(job: Job, config: TrainConfig, cluster: Cluster, *, world: World, prog
 
     Raises:
         ConfigError: The job cannot be trained this way.
+        DataError: A worker cannot read its data.
         TrainingError: A loss is not finite.
         StoppedError: Stopped on request.
         CheckpointError: A file could not be written or read.
     """
     tf_seam.check_tensorflow()
-    strategy = coordinator = None
-    if not dry_run:
-        progress.enter("connecting with workers and servers")
-        strategy, coordinator = tf_seam.connect(cluster.addresses, cluster.task)
-    progress.enter("building data and model")
-    ready = _prepare(job, config, cluster)
-    print(f"hvdtrain plan\n{ready.plan.render()}", flush=True)  # noqa: T201 - promised output
     if dry_run:
+        _show(_prepare(job, config, cluster))
         return FitResult(history={}, first_epoch=0, model_path=None)
-    session = Session(world=world, collective=SingleCollective(), devices="CPU",
-                      choice=Choice(name="single", reason="engine ps"), progress=progress)
-    store = open_output(session, config)
-    optimizer = ready.model.optimizer
-    rate = keras_seam.rate_variable(optimizer)
+    progress.enter("connecting with workers and servers")
+    strategy, coordinator = tf_seam.connect(cluster.addresses, cluster.task)
+    try:
+        progress.enter("building data and model")
+        ready = _prepare(job, config, cluster)
+        _show(ready)
+        session = Session(world=world, collective=SingleCollective(), devices="CPU",
+                          choice=Choice(name="single", reason="engine ps"), progress=progress)
+        return _train(job, ready, config, cluster, session, strategy, coordinator, stop_asked)
+    except tf.errors.OpError as error:
+        why = reading_error(error)
+        if why is None:
+            raise
+        raise DataError(f"A worker cannot read its data. {why}. Its output has the whole "
+                        "traceback.") from None
+    finally:
+        tf_seam.disconnect(coordinator)
+
+
+def _show(ready: _Prepared) -> None:
+    print(f"hvdtrain plan\n{ready.plan.render()}", flush=True)  # noqa: T201 - promised output
+
+
+def _train(job: Job, ready: _Prepared, config: TrainConfig, cluster: Cluster, session: Session,
+           strategy: Any, coordinator: Any, stop_asked: Callable[[], bool]) -> FitResult:
+    progress, store = session.progress, open_output(session, config)
+    rate = keras_seam.rate_variable(ready.model.optimizer)
     if rate is not None:
         rate.assign(rate * ready.plan.lr.scale)
     begin = resume(ready.model, session, config, store, ready.plan)
@@ -129,8 +153,8 @@ def _prepare(job: Job, config: TrainConfig, cluster: Cluster) -> _Prepared:
     splits = splits_of(job.data())
     model = job.model()
     keras_parts.check_model(model)
-    fused, partitioner = layout(model.optimizer, config.ps)
     build_model(model, splits.train)
+    fused, partitioner = layout(model, config.ps)
     keras_seam.build_metrics(model, splits.train.read(np.zeros(1, np.int64)))
     elementwise = keras_parts.is_elementwise(model.optimizer)
     parts = take_apart(model, splits.train.signature,

@@ -8,8 +8,10 @@ decided by its number alone: a batch that is done again, by whichever worker, is
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from hvdtrain.engines.parameter_server import tf_seam
 from hvdtrain.train.fit import as_source
 
 Rows = np.ndarray[Any, Any]
+_MARK = "hvdtrain cannot read "
 
 
 def shard_plan(source: Source, config: TrainConfig, replicas: int) -> ShardPlan:
@@ -69,9 +72,10 @@ class Reader:
             end: Integer, up to which step the caller will ask on.
         """
         key = (int(epoch), int(step), int(replica))
-        if self._ahead is not None:
-            return self._ahead.read(key, int(end))
-        return _flat(self._splits.train.read(self._rows_of(key)))
+        with _named_errors(self._splits.train):
+            if self._ahead is not None:
+                return self._ahead.read(key, int(end))
+            return _flat(self._splits.train.read(self._rows_of(key)))
 
     def validation(self, number: Any) -> list[Rows]:
         """A batch of the validation data."""
@@ -79,7 +83,8 @@ class Reader:
         if source is None:
             raise ValueError("there is no validation data")
         begin = int(number) * self._batch
-        return _flat(source.read(np.arange(begin, min(begin + self._batch, len(source)))))
+        with _named_errors(source):
+            return _flat(source.read(np.arange(begin, min(begin + self._batch, len(source)))))
 
     def register(self, name: str) -> None:
         """Let closures of this process read through this."""
@@ -142,6 +147,22 @@ class Feed:
         for tensor, spec in zip(tensors, specs, strict=True):
             tensor.set_shape([None, *spec.shape])
         return tf.nest.pack_sequence_as(signature, tensors)
+
+
+@contextmanager
+def _named_errors(source: Source) -> Iterator[None]:
+    """What the source raises, here in full; to the chief in one line, by way of TensorFlow."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        raise RuntimeError(f"{_MARK}{source.name}: {type(error).__name__}: {error}\n") from error
+
+
+def reading_error(error: BaseException) -> str | None:
+    """What a source has raised on a worker, if an error of the chief's comes from that."""
+    _, found, rest = str(error).partition(_MARK)
+    return rest.splitlines()[0] if found else None
 
 
 def _of_rank(plan: ShardPlan, rank: int) -> ShardPlan:

@@ -18,11 +18,12 @@ from hvdtrain.engine_config import PsConfig
 from hvdtrain.engines.parameter_server import tf_seam
 from hvdtrain.engines.parameter_server.placement import Piece, parameters_of, place
 from hvdtrain.engines.parameter_server.probe import ModelParts
+from hvdtrain.optim import keras_seam
 
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Holder:
     """A variable on a server."""
 
@@ -98,6 +99,8 @@ class ServerParameters:
                 value, dtype=keras.backend.standardize_dtype(trained.dtype), name=name)
         if not flat and pieces[0].shape == tuple(trained.shape):
             variable.constraint = trained.constraint
+            # Muon tells by the name of a layer how it treats a variable.
+            keras_seam.set_on_instance(variable, "_path", trained.path)
         return Holder(variable=variable, pieces=pieces, flat=flat,
                       is_table=self.parts.is_table(trained))
 

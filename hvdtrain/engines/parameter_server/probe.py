@@ -54,7 +54,8 @@ def forward(model: Any, values: Sequence[tuple[Any, Any]], data: Any,
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with keras_parts.redirected(redirection), keras.StatelessScope(
-            state_mapping=list(values), initialize_variables=False) as scope:
+            state_mapping=list(values), collect_losses=True,
+            initialize_variables=False) as scope:
         options = {"training": training} if model._call_has_training_arg else {}
         predicted = model(x, **options)
         loss = model._compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight,

@@ -25,11 +25,11 @@ _NOT_IN_COPY = {"clipnorm": None, "global_clipnorm": None, "clipvalue": None,
                 "loss_scale_factor": None}
 
 
-def layout(optimizer: Any, config: PsConfig) -> tuple[bool, str]:
-    """Whether parameters are fused, and how they are cut, for an optimizer.
+def layout(model: Any, config: PsConfig) -> tuple[bool, str]:
+    """Whether parameters are fused, and how they are cut.
 
     Args:
-        optimizer: The user's.
+        model: A compiled, built model.
         config: What was asked for.
 
     Returns:
@@ -38,15 +38,25 @@ def layout(optimizer: Any, config: PsConfig) -> tuple[bool, str]:
     Raises:
         ConfigError: What was asked for would give other results than Keras.
     """
-    elementwise = keras_parts.is_elementwise(optimizer)
-    whole = not elementwise or (config.mode == "sync" and optimizer.clipnorm is not None)
-    if whole and (config.fused or config.partitioner != "none"):
+    optimizer, why = model.optimizer, ""
+    constrained = [v.path for v in model.trainable_variables if v.constraint is not None]
+    if constrained and config.mode == "async":
+        raise ConfigError(
+            f"{constrained[0]} has a constraint, which needs the variable to itself between an "
+            "update and the next. In mode async workers would undo each other's updates. Use "
+            "--ps-mode sync.")
+    if not keras_parts.is_elementwise(optimizer):
+        why = (f"{type(optimizer).__name__} with these settings, which does not treat every "
+               "number of a variable alike")
+    elif config.mode == "sync" and optimizer.clipnorm is not None:
+        why = "clipnorm, which takes the norm of each variable"
+    elif constrained:
+        why = f"the constraint of {constrained[0]}, which needs the whole variable"
+    if why and (config.fused or config.partitioner != "none"):
         what = "--ps-fused" if config.fused else f"--ps-partitioner {config.partitioner}"
-        why = ("with clipnorm, whose norm is that of each variable" if elementwise else
-               "which does not treat every number of a variable alike")
-        raise ConfigError(f"{what} does not go with {type(optimizer).__name__}, {why}. Leave it "
-                          "out: each variable then lies whole on one server.")
-    return (not whole if config.fused is None else config.fused), config.partitioner
+        raise ConfigError(f"{what} does not go with {why}. Leave it out: each variable then lies "
+                          "whole on one server.")
+    return (not why if config.fused is None else config.fused), config.partitioner
 
 
 class ServerOptimizer:
@@ -171,11 +181,17 @@ class ServerOptimizer:
         singles = [[v for slot, v in zip(which, variables, strict=True) if not slot]
                    for which, variables in ((slots, self.keras.variables),
                                             (own_slots, own.variables))]
-        names = dict.fromkeys(name for name, _ in mine)
-        holders = range(len(self._parameters.holders))
-        return list(zip(*singles, strict=True)), [
-            ([mine[name, h] for h in holders], [theirs[name, numbers[id(v)]] for v in trained])
-            for name in names]
+        pairs, lists = list(zip(*singles, strict=True)), []
+        holders = self._parameters.holders
+        for name in dict.fromkeys(name for name, _ in mine):
+            has = [h for h in range(len(holders)) if (name, h) in mine]
+            if len(has) == len(holders):
+                lists.append(([mine[name, h] for h in has],
+                              [theirs[name, numbers[id(v)]] for v in trained]))
+            else:  # an optimizer that treats some variables in another way: none is cut or fused
+                pairs += [(mine[name, h], theirs[name, numbers[id(
+                    trained[holders[h].pieces[0].parameter])]]) for h in has]
+        return pairs, lists
 
 
 def _device(device: str) -> Any:

@@ -78,6 +78,11 @@ def connect(cluster: Mapping[str, Sequence[str]], task: str | None = "chief") ->
     return strategy, tf.distribute.coordinator.ClusterCoordinator(strategy)
 
 
+def disconnect(coordinator: Any) -> None:
+    """End the coordinator's threads. Its closures must have ended."""
+    coordinator._cluster.stop()
+
+
 def serve(cluster: Mapping[str, Sequence[str]], kind: str, index: int, *, threads: int) -> Any:
     """Start the server of a worker or a parameter server in this process.
 
