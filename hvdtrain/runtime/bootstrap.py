@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import http.client
 import time
 import urllib.error
 import urllib.request
@@ -187,8 +188,8 @@ def _ask(address: str, port: int) -> bytes | None:
                 f"http://{address}:{port}{TOKEN_PATH}", timeout=_ASK_TIMEOUT_S) as answer:
             content: bytes = answer.read()
             return content
-    except (OSError, urllib.error.URLError):
-        return None
+    except (OSError, urllib.error.URLError, http.client.HTTPException):
+        return None  # nobody, or somebody who speaks another language
 
 
 def _variables(world: World, interface: str, address: str, port: int) -> dict[str, str]:

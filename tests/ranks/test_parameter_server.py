@@ -197,8 +197,8 @@ LAYOUTS = {
     "unfused": {"fused": False},
     "fixed": {"partitioner": "fixed:3"},
     "fixed_unfused": {"partitioner": "fixed:3", "fused": False},
-    "min_size": {"partitioner": "min_size:64:4"},
-    "max_size": {"partitioner": "max_size:128"},
+    "min_size": {"partitioner": "min_size:256:3"},
+    "max_size": {"partitioner": "max_size:512"},
     "dense": {"sparse_embeddings": False},
 }
 

@@ -128,6 +128,8 @@ def _show(ready: _Prepared) -> None:
 def _train(job: Job, ready: _Prepared, config: TrainConfig, cluster: Cluster, session: Session,
            strategy: Any, coordinator: Any, stop_asked: Callable[[], bool]) -> FitResult:
     progress, store = session.progress, open_output(session, config)
+    # Under a starter the output is read by a program, or mixed with that of other ranks.
+    person = sys.stdout.isatty() and session.world.starter == "single"
     rate = keras_seam.rate_variable(ready.model.optimizer)
     if rate is not None:
         rate.assign(rate * ready.plan.lr.scale)
@@ -139,7 +141,7 @@ def _train(job: Job, ready: _Prepared, config: TrainConfig, cluster: Cluster, se
     trainer = Trainer(
         Run(model=ready.model, plan=ready.plan, begin=begin, validation=ready.splits.validation,
             callbacks=(*job.callbacks(), *writers), store=store, progress=progress,
-            stop_asked=stop_asked, verbose=1 if sys.stdout.isatty() else 2),
+            stop_asked=stop_asked, verbose=1 if person else 2),
         machinery, _mode(machinery, config, ready.plan.shards.size))
     history = trainer.fit()
     progress.enter("saving the final model")

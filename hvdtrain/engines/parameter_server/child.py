@@ -109,7 +109,10 @@ def _train(assignment: Assignment, job: Job, config: TrainConfig, guarded: Guard
             assignment.hosts, names, strict=False)))
     progress = Progress()
     world = world_of(assignment)
-    watch = HangWatch(progress, world, config.hang_timeout_s)
+    watch = HangWatch(
+        progress, world, config.hang_timeout_s, start_limit_s=config.ps.start_timeout_s,
+        peers=dict(zip(
+            names[1:], [*assignment.cluster["worker"], *assignment.cluster["ps"]], strict=False)))
     watch.start()
     try:
         return train(job, config, cluster, world=world, progress=progress,

@@ -10,6 +10,7 @@ import os
 import random
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hvdtrain.config import TrainConfig
@@ -63,9 +64,12 @@ def supervise_role(config: TrainConfig, world: World, environ: Mapping[str, str]
         assignment = Assignment(role=role, rank=world.rank, size=world.size, host=world.host,
                                 cluster=cluster, hosts=[world.host] * len(roles))
         return Supervisor(assignment, None, config.ps, argv, environ, stop, hang_s=0).run()
-    store = open_store(world, environ, _SCOPE, timeout_s=config.ps.start_timeout_s)
+    # Those in the cluster of a TF_CONFIG do not know whether there is an evaluator.
+    apart = role.kind == "evaluator" and world.starter == "tf_config"
+    store = open_store(replace(world, size=world.size - apart), environ, _SCOPE,
+                       timeout_s=config.ps.start_timeout_s)
     hosts = [world.host] * world.size
-    if role.kind != "evaluator" or world.starter != "tf_config":
+    if not apart:
         own = _own_address(role, addresses, world, environ)
         told = exchange(store, world, "address", json.dumps([world.host, own]),
                         who=[_name(r, n) for n, r in enumerate(roles)],
