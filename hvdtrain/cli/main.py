@@ -10,6 +10,7 @@ import typer
 import hvdtrain
 from hvdtrain import log
 from hvdtrain.cli.build_horovod import build_horovod_command
+from hvdtrain.cli.compare import compare_command
 from hvdtrain.cli.doctor import doctor_command
 from hvdtrain.cli.fit import fit_command
 from hvdtrain.cli.k8s import k8s_app
@@ -28,6 +29,7 @@ app.command("fit")(fit_command)
 app.command("launch", cls=LaunchCommand, context_settings=LAUNCH_SETTINGS)(launch_command)
 app.command("slurm", cls=SubmitCommand, context_settings=LAUNCH_SETTINGS)(slurm_command)
 app.add_typer(k8s_app, name="k8s")
+app.command("compare")(compare_command)
 app.command("doctor")(doctor_command)
 app.command("world")(world_command)
 app.command("build-horovod")(build_horovod_command)

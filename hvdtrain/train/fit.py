@@ -6,14 +6,13 @@ Who owns what:
 - gradients: `optim.distributed`, hooked into the model's optimizer before this is called;
 - learning rate: `train.schedule`;
 - what ranks do together during training: `train.callbacks.coordinator`;
-- files: `train.checkpoint`, `train.callbacks.writers`;
+- files: `train.output`, `train.checkpoint`, `train.callbacks.writers`;
 - the loop itself: Keras;
 - ranks that hang: `runtime.watchdog`, which `session.progress` tells how far this rank is.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data.pipeline import evaluation_dataset, training_dataset
 from hvdtrain.data.shard import ShardPlan, evaluation_rows
 from hvdtrain.data.source import ArraySource, Source
-from hvdtrain.errors import CheckpointError, OptimizerError
+from hvdtrain.errors import OptimizerError
 from hvdtrain.log import get_logger
 from hvdtrain.optim import keras_seam, state
 from hvdtrain.optim.distributed import DistributedOptimizer, is_distributed
@@ -36,9 +35,8 @@ from hvdtrain.session import Session, init
 from hvdtrain.train import schedule
 from hvdtrain.train.callbacks.coordinator import Coordinator, StopAgreement
 from hvdtrain.train.callbacks.mid_epoch import GoOn, StopSaver, skip_steps
-from hvdtrain.train.callbacks.writers import CheckpointWriter, MetricsWriter, TensorBoardWriter
-from hvdtrain.train.checkpoint import CheckpointStore, RunState, save_model
-from hvdtrain.train.chief import on_chief
+from hvdtrain.train.checkpoint import CheckpointStore, RunState
+from hvdtrain.train.output import make_writers, open_output, resume, save_final
 from hvdtrain.train.plan import TrainPlan, compare_settings, rank_texts
 from hvdtrain.train.reading import watched
 
@@ -95,33 +93,34 @@ def _fit(model: Any, train: Source | Any, validation: Source | Any | None, confi
          dry_run: bool) -> FitResult:
     """`fit`, watched."""
     session.progress.enter("preparing the training")
-    train, validation = _as_source(train, "train"), _as_source(validation, "validation")
+    train, validation = as_source(train, "train"), as_source(validation, "validation")
     _prepare_optimizer(model, session)
     compare_settings(session.collective, config, train, model.optimizer)
     shards = ShardPlan(
         samples=len(train), rank=session.world.rank, size=session.world.size,
         batch_per_rank=config.batch_per_rank, seed=config.seed, shuffle=config.shuffle,
         remainder=config.remainder)
-    _build(model, train)
-    _fit_steps_per_execution(model, session, shards.steps)
+    build_model(model, train)
+    fit_steps_per_execution(model, session, shards.steps)
     plan = _make_plan(model, session, config, shards, validation, job)
     if session.world.is_chief:
         print(f"hvdtrain plan\n{plan.render()}", flush=True)  # noqa: T201 - promised output
     if dry_run:
         return FitResult(history={}, first_epoch=0, model_path=None)
-    store = _open_output(session, config)
+    store = open_output(session, config)
     schedule.install(model.optimizer, plan.lr)
-    begin = _resume(model, session, config, store, plan)
+    begin = resume(model, session, config, store, plan)
     variables = state.training_state(model)
     state.broadcast(session.collective, variables)
     state.fold_rank_into_seeds(variables, session.world.rank)
     history = _train(model, train, validation, session, plan, store, begin, callbacks, stop_asked)
     session.progress.enter("saving the final model")
     return FitResult(history=history, first_epoch=begin.epoch,
-                     model_path=_save_final(model, session, config))
+                     model_path=save_final(model, session, config))
 
 
-def _as_source(data: Any, name: str) -> Any:
+def as_source(data: Any, name: str) -> Any:
+    """Arrays as a source; a source and None as they are."""
     return data if data is None or isinstance(data, Source) else ArraySource(data, name=name)
 
 
@@ -146,7 +145,7 @@ def _prepare_optimizer(model: Any, session: Session) -> None:
     model.train_function = None
 
 
-def _build(model: Any, train: Source) -> None:
+def build_model(model: Any, train: Source) -> None:
     """Build model and optimizer now: what is built during tracing cannot be broadcast."""
     if not model.built:
         sample = train.read(np.zeros(1, np.int64))
@@ -156,7 +155,7 @@ def _build(model: Any, train: Source) -> None:
         model.optimizer.build(model.trainable_variables)
 
 
-def _fit_steps_per_execution(model: Any, session: Session, steps: int) -> None:
+def fit_steps_per_execution(model: Any, session: Session, steps: int) -> None:
     """Keras runs whole executions: with 2 of them per 3 steps it would take a fourth step."""
     asked = model.steps_per_execution
     fitting = next(n for n in range(min(asked, steps), 0, -1) if steps % n == 0)
@@ -182,55 +181,7 @@ def _make_plan(model: Any, session: Session, config: TrainConfig, shards: ShardP
         collective=f"{session.collective.name} ({session.choice.reason})")
 
 
-def _open_output(session: Session, config: TrainConfig) -> CheckpointStore | None:
-    """Refuse to write over a former run, unless told to."""
-    output = config.output
-    if output is None:
-        return None
-    store = CheckpointStore(output / "checkpoints", keep=config.keep_checkpoints)
-
-    def prepare() -> None:
-        if output.exists() and not output.is_dir():
-            raise CheckpointError(f"The output {output} is a file; a folder is needed. Give "
-                                  "another name with --output.")
-        written = [*store.paths(), *(p for n in ("model.keras", "metrics.jsonl")
-                                     if (p := output / n).exists())]
-        if config.overwrite:
-            for path in [*written, *(output / "tensorboard").glob("events.out.tfevents.*")]:
-                path.unlink(missing_ok=True)
-        elif not config.resume and written:
-            raise CheckpointError(
-                f"{output} holds files of a former run ({written[-1].name}). "
-                "Go on with it (--resume), delete them (--overwrite), or give another folder "
-                "(--output).")
-    on_chief(session.collective, prepare)
-    return store
-
-
-def _resume(model: Any, session: Session, config: TrainConfig, store: CheckpointStore | None,
-            plan: TrainPlan) -> RunState:
-    """Load the newest whole checkpoint on the chief; returns where the run stands."""
-    start = RunState(epoch=0, step=0, ranks=session.world.size, lr_scale=plan.lr.scale,
-                     version=hvdtrain.__version__)
-    if not config.resume or store is None:
-        return start
-    found = on_chief(session.collective, lambda: store.load_newest(model))
-    if found is None:
-        if session.world.is_chief:
-            get_logger().info("No checkpoint in %s yet: starting from the beginning.",
-                              store.folder)
-        return start
-    if session.world.is_chief:
-        schedule.rescale(model.optimizer, plan.lr.scale / found.lr_scale)
-        state.restore_seeds(state.training_state(model), found.seeds)
-        within = f" and {found.samples} samples of the next" if found.samples else ""
-        get_logger().info(
-            "Going on after epoch %d of %d%s (step %d, written on %d rank%s).", found.epoch,
-            config.epochs, within, found.step, found.ranks, "s" if found.ranks > 1 else "")
-    return found
-
-
-def _first_step(model: Any, plan: TrainPlan, begin: RunState) -> int:
+def first_step_of(model: Any, plan: TrainPlan, begin: RunState) -> int:
     """The step of the first epoch to begin with; whole calls of the train function only."""
     step: int = plan.shards.step_after(begin.samples)
     return step - step % int(model.steps_per_execution)
@@ -240,7 +191,7 @@ def _train(model: Any, train: Source, validation: Source | None, session: Sessio
            plan: TrainPlan, store: CheckpointStore | None, begin: RunState,
            callbacks: list[Any], stop_asked: Callable[[], bool]) -> dict[str, list[float]]:
     config, collective = plan.config, session.collective
-    first_step = _first_step(model, plan, begin)
+    first_step = first_step_of(model, plan, begin)
     stop = StopAgreement(collective, session.progress)
     coordinator = Coordinator(
         collective=collective, progress=session.progress, lr_plan=plan.lr,
@@ -251,7 +202,7 @@ def _train(model: Any, train: Source, validation: Source | None, session: Sessio
     coordinator.watch_loss(model.optimizer)
     writers: list[Any] = []
     if store is not None:
-        writers = _writers(session, plan, store, begin.epoch, first_step)
+        writers = make_writers(session, plan, store, begin.epoch, first_step)
     dataset = training_dataset(
         watched(train, session.progress), plan.shards, first_epoch=begin.epoch,
         first_step=first_step)
@@ -277,25 +228,6 @@ def _stop_saver(session: Session, plan: TrainPlan,
                      shards=plan.shards, lr_scale=plan.lr.scale, version=hvdtrain.__version__)
 
 
-def _writers(session: Session, plan: TrainPlan, store: CheckpointStore, first_epoch: int,
-             first_step: int) -> list[Any]:
-    config, writers = plan.config, []
-    output = store.folder.parent
-    if session.world.is_chief:
-        writers.append(MetricsWriter(
-            output / "metrics.jsonl", first_epoch=first_epoch,
-            samples_per_epoch=plan.shards.samples_per_rank * plan.shards.size,
-            done_before=plan.shards.samples_before(first_step)))
-        if config.tensorboard and importlib.util.find_spec("tensorboard"):
-            writers.append(TensorBoardWriter(output / "tensorboard"))
-    if config.checkpoint_every_epochs:
-        writers.append(CheckpointWriter(
-            collective=session.collective, progress=session.progress, store=store,
-            last_epoch=config.epochs, every_epochs=config.checkpoint_every_epochs,
-            lr_scale=plan.lr.scale, version=hvdtrain.__version__))
-    return writers
-
-
 def _evaluator(model: Any, validation: Source | None, session: Session,
                config: TrainConfig) -> Callable[[], None] | None:
     """A function that leaves this rank's share of the validation in the metric states."""
@@ -306,11 +238,3 @@ def _evaluator(model: Any, validation: Source | None, session: Session,
         return lambda: model.reset_metrics()
     dataset = evaluation_dataset(validation, rows, config.batch_per_rank)
     return lambda: model.evaluate(dataset, verbose=0)
-
-
-def _save_final(model: Any, session: Session, config: TrainConfig) -> Path | None:
-    if config.output is None:
-        return None
-    path = config.output / "model.keras"
-    on_chief(session.collective, lambda: save_model(model, path))
-    return path

@@ -7,6 +7,7 @@ Name -> "module:function", imported at first use. Another package adds its own b
 MODELS = {
     "digits_mlp": "hvdtrain.zoo.models:digits_mlp",
     "digits_cnn": "hvdtrain.zoo.models:digits_cnn",
+    "mlp": "hvdtrain.zoo.models:mlp",
     "autoencoder": "hvdtrain.zoo.models:autoencoder",
     "text_transformer": "hvdtrain.zoo.models:text_transformer",
 }

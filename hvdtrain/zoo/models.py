@@ -28,6 +28,27 @@ def digits_mlp(hidden: int = 128, dropout: float = 0.1, classes: int = 10) -> An
     ], name="digits_mlp")
 
 
+def mlp(features: int = 64, hidden: int = 1024, depth: int = 2, classes: int = 10) -> Any:
+    """A perceptron of any size: most of its time goes into moving parameters.
+
+    It has about `depth - 1` times `hidden` squared parameters; with the defaults 1,126,410.
+
+    Args:
+        features: Integer, length of an input.
+        hidden: Integer, units of each hidden layer.
+        depth: Integer, number of hidden layers, at least 1.
+        classes: Integer, number of classes.
+
+    Returns:
+        A `keras.Model` from `(batch, features)` to probabilities `(batch, classes)`.
+    """
+    return keras.Sequential([
+        keras.Input((features,)),
+        *(layers.Dense(hidden, activation="relu") for _ in range(depth)),
+        layers.Dense(classes, activation="softmax"),
+    ], name="mlp")
+
+
 def digits_cnn(filters: int = 32, classes: int = 10) -> Any:
     """A small convolutional network on 8x8 digits.
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from hvdtrain.bench.namespaces import PROGRAMS, program
+
 REQUIRE_VARIABLE = "HVDTRAIN_REQUIRE_CLUSTER"
 """Set to 1 where a cluster test that cannot run is a failure (continuous integration)."""
 
-HOSTS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux",
-         "ssh": "openssh-client", "ssh-keygen": "openssh-client", "sshd": "openssh-server"}
+HOSTS = PROGRAMS
 SLURM = {"slurmctld": "slurmctld", "slurmd": "slurmd", "srun": "slurm-client",
          "munged": "munge"}
 # Without libpmix-dev's link `--mpi=pmix` says "can not load PMIx library".
 SLURM_EXTRAS = ("slurm-wlm-basic-plugins", "libpmix2", "libpmix-dev")
-_SEARCH_PATH = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
 
 
 class NotPermittedError(Exception):
@@ -27,11 +26,6 @@ class NotPermittedError(Exception):
 def is_required() -> bool:
     """Whether a missing cluster fails the tests."""
     return os.environ.get(REQUIRE_VARIABLE) == "1"
-
-
-def program(name: str) -> str | None:
-    """The path of a program, also of those in sbin."""
-    return shutil.which(name, path=_SEARCH_PATH)
 
 
 def ensure(programs: Mapping[str, str], extras: tuple[str, ...] = ()) -> None:

@@ -33,6 +33,16 @@ def test_a_model_fits_its_data_and_trains_and_saves_every_variable(model, data, 
     assert len(splits.validation) > 0
 
 
+def test_a_perceptron_of_any_size():
+    built = models.mlp(features=16, hidden=32, depth=3, classes=5)
+    assert built.count_params() == 16 * 32 + 32 + 2 * (32 * 32 + 32) + 32 * 5 + 5
+    assert models.mlp().count_params() == 1_126_410  # as its docstring says
+    x, y = datasets.synthetic(samples=256, features=16, classes=5).train.read(np.arange(256))
+    built.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
+    losses = built.fit(x, y, epochs=5, verbose=0).history["loss"]
+    assert losses[-1] < 0.8 * losses[0]
+
+
 def test_digits_hold_out_a_fifth_that_is_not_trained_on():
     splits = datasets.digits()
     assert (len(splits.train), len(splits.validation)) == (1438, 359)

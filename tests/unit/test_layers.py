@@ -15,6 +15,7 @@ LAYERS = {
     "facts": ("config", "engine_config", "settings", "hosts", "world", "job", "horovod_check"),
     "driver": ("launch", "submit"),
     "doctor": ("doctor",),
+    "bench": ("bench",),
     "runtime": ("runtime",),
     "collectives": ("collectives",),
     "data": ("data",),
@@ -22,7 +23,9 @@ LAYERS = {
     "zoo": ("zoo",),
     "build": ("build_horovod",),
     "train": ("train", "session"),
-    "entry": ("entry", "run", "rank_main", "doctor.allreduce_probe"),
+    "engines": ("engines",),
+    "entry": ("entry", "run", "rank_main", "doctor.allreduce_probe",
+              "bench.job_probe"),
     "top": ("cli", "__init__", "__main__"),
 }
 ALLOWED = {
@@ -30,6 +33,7 @@ ALLOWED = {
     "facts": {"base"},
     "driver": {"base", "facts"},
     "doctor": {"base", "facts", "driver"},
+    "bench": {"base", "facts", "driver"},
     "runtime": {"base", "facts"},
     "collectives": {"base", "facts", "runtime"},
     "data": {"base", "facts", "collectives"},
@@ -37,7 +41,9 @@ ALLOWED = {
     "zoo": {"base", "facts", "data"},
     "build": {"base", "facts"},
     "train": {"base", "facts", "runtime", "collectives", "data", "optim"},
-    "entry": {"base", "facts", "runtime", "collectives", "data", "optim", "zoo", "train"},
+    "engines": {"base", "facts", "runtime", "collectives", "data", "optim", "train"},
+    "entry": {"base", "facts", "runtime", "collectives", "data", "optim", "zoo", "train",
+              "engines"},
     "top": set(LAYERS) - {"top"},
 }
 HEAVY = ("tensorflow", "keras", "numpy", "horovod", "mpi4py", "sklearn")
@@ -100,7 +106,7 @@ def loaded_after(statement):
 
 @pytest.mark.parametrize("statement", [
     "import hvdtrain", "import hvdtrain.cli.main", "import hvdtrain.launch.execute",
-    "import hvdtrain.doctor.show",
+    "import hvdtrain.doctor.show", "import hvdtrain.bench.compare", "import hvdtrain.bench.show",
     "from hvdtrain.job import read_job_file",
 ])
 def test_the_driver_loads_nothing_heavy(statement):

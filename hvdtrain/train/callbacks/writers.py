@@ -93,7 +93,8 @@ class MetricsWriter(keras.callbacks.Callback):
         seconds = time.perf_counter() - self._began
         samples, self._done_before = max(0, self._samples - self._done_before), 0
         line = {"epoch": epoch + 1, **{k: float(v) for k, v in (logs or {}).items()},
-                "seconds": round(seconds, 4), "samples_per_s": round(samples / seconds, 2)}
+                "samples": samples, "seconds": round(seconds, 4),
+                "samples_per_s": round(samples / seconds, 2), "time_s": round(time.time(), 4)}
         try:
             with self._path.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")

@@ -1,0 +1,125 @@
+"""The files of a run: what may be written where, what a former run left, what is written."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import hvdtrain
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import CheckpointError
+from hvdtrain.log import get_logger
+from hvdtrain.optim import state
+from hvdtrain.session import Session
+from hvdtrain.train import schedule
+from hvdtrain.train.callbacks.writers import CheckpointWriter, MetricsWriter, TensorBoardWriter
+from hvdtrain.train.checkpoint import CheckpointStore, RunState, save_model
+from hvdtrain.train.chief import on_chief
+from hvdtrain.train.plan import TrainPlan
+
+
+def open_output(session: Session, config: TrainConfig) -> CheckpointStore | None:
+    """Refuse to write over a former run, unless told to. All ranks.
+
+    Returns:
+        The store of checkpoints, or None where nothing is written.
+
+    Raises:
+        CheckpointError: On every rank: the output is a file, or holds a former run.
+    """
+    output = config.output
+    if output is None:
+        return None
+    store = CheckpointStore(output / "checkpoints", keep=config.keep_checkpoints)
+
+    def prepare() -> None:
+        if output.exists() and not output.is_dir():
+            raise CheckpointError(f"The output {output} is a file; a folder is needed. Give "
+                                  "another name with --output.")
+        written = [*store.paths(), *(p for n in ("model.keras", "metrics.jsonl")
+                                     if (p := output / n).exists())]
+        if config.overwrite:
+            for path in [*written, *(output / "tensorboard").glob("events.out.tfevents.*")]:
+                path.unlink(missing_ok=True)
+        elif not config.resume and written:
+            raise CheckpointError(
+                f"{output} holds files of a former run ({written[-1].name}). "
+                "Go on with it (--resume), delete them (--overwrite), or give another folder "
+                "(--output).")
+    on_chief(session.collective, prepare)
+    return store
+
+
+def resume(model: Any, session: Session, config: TrainConfig, store: CheckpointStore | None,
+            plan: TrainPlan) -> RunState:
+    """Load the newest whole checkpoint on the chief. All ranks; broadcast the variables after.
+
+    Returns:
+        Where the run stands, on every rank.
+
+    Raises:
+        CheckpointError: On every rank: no checkpoint can be read, or it is of another model.
+    """
+    start = RunState(epoch=0, step=0, ranks=session.world.size, lr_scale=plan.lr.scale,
+                     version=hvdtrain.__version__)
+    if not config.resume or store is None:
+        return start
+    found = on_chief(session.collective, lambda: store.load_newest(model))
+    if found is None:
+        if session.world.is_chief:
+            get_logger().info("No checkpoint in %s yet: starting from the beginning.",
+                              store.folder)
+        return start
+    if session.world.is_chief:
+        schedule.rescale(model.optimizer, plan.lr.scale / found.lr_scale)
+        state.restore_seeds(state.training_state(model), found.seeds)
+        within = f" and {found.samples} samples of the next" if found.samples else ""
+        get_logger().info(
+            "Going on after epoch %d of %d%s (step %d, written on %d rank%s).", found.epoch,
+            config.epochs, within, found.step, found.ranks, "s" if found.ranks > 1 else "")
+    return found
+
+
+def make_writers(session: Session, plan: TrainPlan, store: CheckpointStore, first_epoch: int,
+             first_step: int) -> list[Any]:
+    """The callbacks that write files, for this rank.
+
+    Args:
+        session: This rank.
+        plan: The plan of the run.
+        store: Where checkpoints go; the other files go beside it.
+        first_epoch: Integer, epochs that a former run has done.
+        first_step: Integer, steps of the next one that it has done.
+    """
+    config, writers = plan.config, []
+    output = store.folder.parent
+    if session.world.is_chief:
+        writers.append(MetricsWriter(
+            output / "metrics.jsonl", first_epoch=first_epoch,
+            samples_per_epoch=plan.shards.samples_per_rank * plan.shards.size,
+            done_before=plan.shards.samples_before(first_step)))
+        if config.tensorboard and importlib.util.find_spec("tensorboard"):
+            writers.append(TensorBoardWriter(output / "tensorboard"))
+    if config.checkpoint_every_epochs:
+        writers.append(CheckpointWriter(
+            collective=session.collective, progress=session.progress, store=store,
+            last_epoch=config.epochs, every_epochs=config.checkpoint_every_epochs,
+            lr_scale=plan.lr.scale, version=hvdtrain.__version__))
+    return writers
+
+
+def save_final(model: Any, session: Session, config: TrainConfig) -> Path | None:
+    """Write `model.keras`, a plain Keras file. All ranks.
+
+    Returns:
+        Its path, or None where nothing is written.
+
+    Raises:
+        CheckpointError: On every rank, if the chief could not write it.
+    """
+    if config.output is None:
+        return None
+    path = config.output / "model.keras"
+    on_chief(session.collective, lambda: save_model(model, path))
+    return path
