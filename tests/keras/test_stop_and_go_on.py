@@ -8,9 +8,9 @@ import pytest
 
 import hvdtrain
 from hvdtrain.config import TrainConfig
-from hvdtrain.settings import replace
 from hvdtrain.data.shard import ShardPlan
 from hvdtrain.optim.distributed import DistributedOptimizer
+from hvdtrain.settings import replace
 from hvdtrain.train.callbacks import coordinator
 from hvdtrain.train.callbacks.coordinator import StoppedError
 from hvdtrain.train.checkpoint import read_state

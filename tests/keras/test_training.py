@@ -13,12 +13,12 @@ import tensorflow as tf
 
 import hvdtrain
 from hvdtrain.config import TrainConfig
-from hvdtrain.settings import replace
 from hvdtrain.data.pipeline import evaluation_dataset, training_dataset
 from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.source import ArraySource, load_npz
 from hvdtrain.errors import CheckpointError, DataError, TrainingError
 from hvdtrain.optim.distributed import DistributedOptimizer
+from hvdtrain.settings import replace
 from hvdtrain.train import schedule
 from hvdtrain.train.checkpoint import CheckpointStore, RunState, read_state
 

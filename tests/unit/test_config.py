@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.settings import from_mapping, replace
 from hvdtrain.errors import ConfigError
+from hvdtrain.settings import from_mapping, replace
 
 
 def test_unknown_keys_are_refused_with_the_valid_ones():
