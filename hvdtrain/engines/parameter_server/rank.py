@@ -10,7 +10,7 @@ import os
 import random
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from hvdtrain.config import TrainConfig
@@ -21,7 +21,7 @@ from hvdtrain.engines.parameter_server.roles import (
     tf_config_roles,
 )
 from hvdtrain.engines.parameter_server.supervisor import Supervisor
-from hvdtrain.errors import WorldError
+from hvdtrain.errors import ConfigError, WorldError
 from hvdtrain.runtime.exchange import exchange, open_store
 from hvdtrain.runtime.stop import StopFlag
 from hvdtrain.runtime.watchdog.watchdog import own_addresses
@@ -48,7 +48,7 @@ def supervise_role(config: TrainConfig, world: World, environ: Mapping[str, str]
         The exit code of the job.
 
     Raises:
-        ConfigError: Too few ranks for the roles.
+        ConfigError: Too few ranks for the roles, or ranks were given different settings.
         WorldError: Ranks are missing; they are named.
         RoleLostError: A role was lost more often than it may be started again.
     """
@@ -71,17 +71,33 @@ def supervise_role(config: TrainConfig, world: World, environ: Mapping[str, str]
     hosts = [world.host] * world.size
     if not apart:
         own = _own_address(role, addresses, world, environ)
-        told = exchange(store, world, "address", json.dumps([world.host, own]),
-                        who=[_name(r, n) for n, r in enumerate(roles)],
-                        timeout_s=config.ps.start_timeout_s)
-        hosts = [json.loads(text)[0] for text in told]
-        addresses = addresses or _cluster(roles, [json.loads(text)[1] for text in told])
+        names = [_name(r, n) for n, r in enumerate(roles)]
+        texts = exchange(store, world, "address", json.dumps([world.host, own, _settings(config)]),
+                         who=names, timeout_s=config.ps.start_timeout_s)
+        told = [json.loads(text) for text in texts]
+        _compare_settings([settings for *_, settings in told], names)
+        hosts = [host for host, *_ in told]
+        addresses = addresses or _cluster(roles, [address for _, address, _ in told])
     assignment = Assignment(
         role=role, rank=world.rank, size=world.size, host=world.host, cluster=addresses,
         hosts=hosts, threads=_threads(world.rank, hosts, roles))
     return Supervisor(assignment, store, config.ps, argv,
                       {**environ, **_devices(world.rank, hosts, roles, environ)}, stop,
                       hang_s=config.hang_timeout_s).run()
+
+
+def _settings(config: TrainConfig) -> dict[str, str]:
+    return {field.name: str(getattr(config, field.name)) for field in fields(config)}
+
+
+def _compare_settings(everyone: Sequence[Mapping[str, str]], names: Sequence[str]) -> None:
+    for name, theirs in zip(names, everyone, strict=True):
+        for key, value in everyone[0].items():
+            if theirs.get(key) != value:
+                raise ConfigError(
+                    f"The ranks were given different settings: {key} is {value} on {names[0]} and "
+                    f"{theirs.get(key)} on {name}. Give every rank the same command line and job "
+                    "file.")
 
 
 def _name(role: Role, rank: int) -> str:
