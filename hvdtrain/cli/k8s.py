@@ -96,6 +96,9 @@ def mpijob_command(
 def tfjob_command(
     ctx: typer.Context, command: Command, name: Name, image: Image,
     namespace: Namespace = None, workers: Workers = KubernetesOptions.workers,
+    ps: Annotated[int, _option(
+        "Pods that hold the parameters, for engine ps.", "--ps",
+        default=True)] = KubernetesOptions.servers,
     gpus_per_worker: Gpus = KubernetesOptions.gpus_per_worker, cpu: Cpu = None,
     memory: Memory = None, env: Env = None, pvc: Pvc = None, shm: Shm = KubernetesOptions.shm,
     service_account: ServiceAccount = None,
@@ -110,10 +113,12 @@ def tfjob_command(
     """Write a TFJob: one rank in each pod; no ssh, no MPI, no launcher.
 
     hvdtrain k8s tfjob --name digits --image IMAGE --workers 4 --gpus-per-worker 1 -- fit JOB
+
+    With parameter servers: hvdtrain k8s tfjob ... --workers 4 --ps 2 -- fit JOB
     """
     _write(ctx, command, file, KubernetesOptions(
         kind="tfjob", name=name, image=image, namespace=namespace, workers=workers,
-        gpus_per_worker=gpus_per_worker, cpu=cpu, memory=memory, env=tuple(env or ()),
+        servers=ps, gpus_per_worker=gpus_per_worker, cpu=cpu, memory=memory, env=tuple(env or ()),
         pvc=tuple(pvc or ()), shm=shm, service_account=service_account,
         restart_policy=restart_policy, backoff_limit=backoff_limit, ttl_s=ttl,
         clean_pod_policy=clean_pod_policy, grace_s=grace, program=program))

@@ -42,7 +42,9 @@ class KubernetesOptions:
     image: str
     namespace: str | None = None
     workers: int = 1
-    """Pods that train. Of a TFJob the first is the chief."""
+    """Pods that train. Of a TFJob without servers the first is the chief."""
+    servers: int = 0
+    """Of a TFJob: pods that hold the parameters, for engine `ps`; the chief is one pod more."""
     slots_per_worker: int | None = None
     """Ranks in each pod. Default: one per GPU, else 1. A TFJob has one."""
     gpus_per_worker: int = 0
@@ -132,7 +134,7 @@ class KubernetesOptions:
     def _check_numbers(self) -> None:
         for option, value, least in (
                 ("--workers", self.workers, 1), ("--slots-per-worker", self.slots_per_worker, 1),
-                ("--gpus-per-worker", self.gpus_per_worker, 0), ("--ttl", self.ttl_s, 0),
+                ("--gpus-per-worker", self.gpus_per_worker, 0), ("--ps", self.servers, 0), ("--ttl", self.ttl_s, 0),
                 ("--backoff-limit", self.backoff_limit, 0), ("--grace", self.grace_s, 1)):
             if value is not None and value < least:
                 raise ConfigError(f"{option} is {value}. Expected {least} or more.")

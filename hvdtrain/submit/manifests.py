@@ -69,6 +69,8 @@ def _mpijob(options: KubernetesOptions, command: RankCommand) -> Manifest:
 
 def _tfjob(options: KubernetesOptions, command: RankCommand) -> Manifest:
     words = command.words if command.is_program else (options.program, *command.words)
+    if options.servers:
+        return _with_servers(options, command, words)
     # The operator looks for a container of this name.
     container = _container(options, "tensorflow", words, _variables(options))
     _limit(container, _worker_resources(options))
@@ -77,6 +79,22 @@ def _tfjob(options: KubernetesOptions, command: RankCommand) -> Manifest:
         replicas["Worker"] = _replicas(options, options.workers - 1, container)
     return _job(options, "kubeflow.org/v1", "TFJob",
                 {"runPolicy": _run_policy(options), "tfReplicaSpecs": replicas})
+
+
+def _with_servers(options: KubernetesOptions, command: RankCommand,
+                  words: tuple[str, ...]) -> Manifest:
+    """Chief, workers and servers; only workers have GPUs."""
+    if command.is_fit and "--engine" not in words:
+        words = (*words, "--engine", "ps")
+    worker = _container(options, "tensorflow", words, _variables(options))
+    other = _container(options, "tensorflow", words, _variables(options))
+    _limit(worker, _worker_resources(options))
+    _limit(other, {**_worker_resources(options), _GPU: None})
+    return _job(options, "kubeflow.org/v1", "TFJob", {
+        "runPolicy": _run_policy(options),
+        "tfReplicaSpecs": {"Chief": _replicas(options, 1, other),
+                           "Worker": _replicas(options, options.workers, worker),
+                           "PS": _replicas(options, options.servers, other)}})
 
 
 def _job(options: KubernetesOptions, version: str, kind: str, spec: Manifest) -> Manifest:

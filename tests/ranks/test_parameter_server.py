@@ -114,6 +114,8 @@ def plain(keras, make, optimizer, data, *, batch, epochs=1, **fit):
     import tensorflow as tf
     keras.utils.set_random_seed(1)
     network, made = make(keras), optimizer(keras)
+    # Built by `fit` itself, ScheduleFreeAdamW begins from zeros (Keras 3.15).
+    made.build(network.trainable_variables)
     apply = made.apply
     object.__setattr__(made, "apply", lambda grads, variables=None: apply(
         [g if g is None else tf.convert_to_tensor(g) for g in grads], variables))
@@ -136,6 +138,11 @@ def sgd(keras, **options):
     return keras.optimizers.SGD(0.1, momentum=0.9, **options)
 
 
+def without_decay_of_biases(optimizer):
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
 OPTIMIZERS = {
     "sgd": lambda k: sgd(k),
     "adam": lambda k: k.optimizers.Adam(0.01),
@@ -148,6 +155,8 @@ OPTIMIZERS = {
     "lamb": lambda k: k.optimizers.Lamb(0.01),
     "adafactor": lambda k: k.optimizers.Adafactor(0.01),
     "muon": lambda k: k.optimizers.Muon(0.01),
+    "schedule_free": lambda k: k.optimizers.ScheduleFreeAdamW(0.01, weight_decay=0.01),
+    "excluded": lambda k: without_decay_of_biases(k.optimizers.AdamW(0.01, weight_decay=0.1)),
     "nadam": lambda k: k.optimizers.Nadam(0.01),
     "ftrl": lambda k: k.optimizers.Ftrl(0.01),
     "lion": lambda k: k.optimizers.Lion(0.001),

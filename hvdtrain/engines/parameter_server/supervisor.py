@@ -24,7 +24,7 @@ from dataclasses import replace
 from hvdtrain.engine_config import PsConfig
 from hvdtrain.engines.parameter_server.health import Health
 from hvdtrain.engines.parameter_server.roles import Assignment
-from hvdtrain.errors import EXIT_RUN_FAILED, EXIT_STOPPED, HvdtrainError
+from hvdtrain.errors import EXIT_RUN_FAILED, EXIT_STOPPED, HvdtrainError, WorldError
 from hvdtrain.log import get_logger
 from hvdtrain.runtime.stop import StopFlag
 from hvdtrain.runtime.store import Store
@@ -37,7 +37,7 @@ EXIT_PARAMETERS_LOST = 86
 _NOT_INHERITED = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "MPI_LOCAL", "HOROVOD_", "TF_CONFIG")
 """The child is no rank of a starter."""
 _POLL_S, _ASK_S = 0.05, 0.5
-_END_S, _LAST_EVALUATION_S, _OTHERS_S, _CAUSE_S = 5.0, 300.0, 5.0, 1.0
+_END_S, _LAST_EVALUATION_S, _OTHERS_S, _CAUSE_S, _SILENCE_S = 5.0, 300.0, 5.0, 1.0, 10.0
 
 
 class RoleLostError(HvdtrainError):
@@ -66,7 +66,7 @@ class Supervisor:
         self._argv, self._stop = list(argv), stop
         self._environ = {k: v for k, v in environ.items() if not k.startswith(_NOT_INHERITED)}
         self._hang_s = hang_s
-        self._asked_s = 0.0
+        self._asked_s, self._heard_s = 0.0, time.monotonic()
         self._told_to_stop = False
         self._lost = 0
         self._child = self._start()
@@ -147,7 +147,14 @@ class Supervisor:
         if self._store is None or time.monotonic() - self._asked_s < _ASK_S:
             return None
         self._asked_s = time.monotonic()
-        text = self._store.get("done")
+        try:
+            text = self._store.get("done")
+        except WorldError:
+            # It may be busy; if it is gone, so is the starter or the chief's host.
+            if time.monotonic() - self._heard_s > _SILENCE_S:
+                raise
+            return None
+        self._heard_s = time.monotonic()
         if text is None:
             return None
         code, who = json.loads(text)
@@ -158,8 +165,8 @@ class Supervisor:
         if self._assignment.role.kind != "chief" and code == 0:
             return self._await_end()
         self._tell_done(code)
+        self._await_others()
         if code in (0, EXIT_STOPPED):
-            self._await_others()
             return code
         sys.stderr.flush()
         os._exit(code)  # the process of the role has said why
@@ -186,8 +193,8 @@ class Supervisor:
             self._store.put("done", json.dumps([code, self._name]).encode())
 
     def _await_others(self) -> None:
-        """The store may be served by this rank."""
-        if self._store is not None:
+        """The chief's host may serve the store."""
+        if self._store is not None and self._assignment.role.kind == "chief":
             others = [f"left.{r}" for r in range(self._assignment.size)
                       if r != self._assignment.rank]
             self._store.wait(others, deadline=time.monotonic() + _OTHERS_S)

@@ -50,6 +50,8 @@ CASES: dict[str, tuple[RankCommand, dict[str, Any]]] = {
         "kind": "tfjob", "workers": 4, "gpus_per_worker": 1, "cpu": "7500m", "memory": "32Gi",
         "env": ("OMP_NUM_THREADS=3",), "pvc": ("data:/data",), "restart_policy": "OnFailure",
         "backoff_limit": 3, "ttl_s": 0, "clean_pod_policy": "None"}),
+    "tfjob_servers": (FIT, {"kind": "tfjob", "workers": 4, "servers": 2, "gpus_per_worker": 1,
+                            "cpu": "8", "backoff_limit": 1, "restart_policy": "OnFailure"}),
     "tfjob_program": (PROGRAM, {"kind": "tfjob", "workers": 2}),
     "mpijob_odd": (RankCommand(words=("program", *ODD), is_program=True), {
         "kind": "mpijob", "env": tuple(f"ODD_{n}={word}" for n, word in enumerate(ODD))}),
@@ -207,6 +209,16 @@ def test_a_tfjob_has_one_chief_among_its_workers() -> None:
     assert {role: found[role]["replicas"] for role in found} == {"Chief": 1, "Worker": 3}
     assert args(manifest("tfjob_one"), "Chief") == ["/opt/venv/bin/hvdtrain", *FIT.words]
     assert "Worker" not in replicas(manifest("tfjob_one"))
+
+
+def test_a_tfjob_with_servers_has_a_chief_of_its_own() -> None:
+    found = replicas(manifest("tfjob_servers"))
+    assert {role: found[role]["replicas"] for role in found} == {"Chief": 1, "Worker": 4, "PS": 2}
+    for role in found:
+        assert args(manifest("tfjob_servers"), role)[-2:] == ["--engine", "ps"]
+    gpus = {role: found[role]["template"]["spec"]["containers"][0]["resources"]["limits"].get(
+        "nvidia.com/gpu") for role in found}
+    assert gpus == {"Chief": None, "Worker": "1", "PS": None}
 
 
 def test_what_is_started_again_goes_on() -> None:
