@@ -134,7 +134,8 @@ class KubernetesOptions:
     def _check_numbers(self) -> None:
         for option, value, least in (
                 ("--workers", self.workers, 1), ("--slots-per-worker", self.slots_per_worker, 1),
-                ("--gpus-per-worker", self.gpus_per_worker, 0), ("--ps", self.servers, 0), ("--ttl", self.ttl_s, 0),
+                ("--gpus-per-worker", self.gpus_per_worker, 0), ("--ps", self.servers, 0),
+                ("--ttl", self.ttl_s, 0),
                 ("--backoff-limit", self.backoff_limit, 0), ("--grace", self.grace_s, 1)):
             if value is not None and value < least:
                 raise ConfigError(f"{option} is {value}. Expected {least} or more.")
