@@ -111,3 +111,9 @@ def loaded_after(statement):
 ])
 def test_the_driver_loads_nothing_heavy(statement):
     assert not loaded_after(statement) & set(HEAVY)
+
+
+def test_the_supervisor_of_a_role_loads_no_tensorflow():
+    """There is one on every rank beside the process that does the work."""
+    loaded = loaded_after("import hvdtrain.rank_main, hvdtrain.engines.parameter_server.rank")
+    assert not loaded & {"tensorflow", "keras", "horovod", "mpi4py"}
