@@ -1,0 +1,70 @@
+"""Where the processes of `multi_worker_mirrored` find each other: the contents of TF_CONFIG."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+
+from hvdtrain.errors import WorldError
+from hvdtrain.runtime.exchange import exchange, open_store
+from hvdtrain.runtime.watchdog.watchdog import own_addresses
+from hvdtrain.world import World
+
+_SCOPE = "hvdtrain.tf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The addresses of all processes, and which one this is."""
+
+    addresses: dict[str, tuple[str, ...]]
+    """From task type, such as `worker`, to `HOST:PORT` of each."""
+    task_type: str
+    task_index: int
+
+
+def find_cluster(world: World, environ: Mapping[str, str], *,
+                 timeout_s: float = 600.0) -> Cluster:
+    """Agree on the addresses of all processes. All of them must call it.
+
+    A cluster that came in TF_CONFIG is used as it is. Otherwise each process offers an address
+    and a free port of its own.
+
+    Args:
+        world: Which process this is.
+        environ: The environment.
+        timeout_s: Float, how long to wait for the last process.
+
+    Raises:
+        WorldError: Processes are missing when the time is over; they are named.
+    """
+    if world.starter == "tf_config":
+        return cluster_in(environ["TF_CONFIG"])
+    store = open_store(world, environ, _SCOPE, timeout_s=timeout_s)
+    address = own_addresses(world, environ)[0]
+    with closing(socket.create_server((address, 0))) as held:  # so that no one else takes it
+        addresses = exchange(store, world, "address", f"{address}:{held.getsockname()[1]}",
+                             timeout_s=timeout_s)
+    return Cluster(addresses={"worker": tuple(addresses)}, task_type="worker",
+                   task_index=world.rank)
+
+
+def cluster_in(tf_config: str) -> Cluster:
+    """The cluster in a TF_CONFIG, which `world.detect` has checked.
+
+    Raises:
+        WorldError: A task that trains has no address.
+    """
+    value = json.loads(tf_config)
+    addresses = {kind: tuple(places) for kind, places in value["cluster"].items()
+                 if kind in ("chief", "worker")}
+    task = value["task"]
+    kind, index = str(task["type"]), int(task["index"])
+    if index >= len(addresses.get(kind, ())):
+        raise WorldError(
+            f"TF_CONFIG makes this process the {kind!r} with index {index}. Strategy "
+            "multi_worker_mirrored knows tasks 'chief' and 'worker'. Name it one of these.")
+    return Cluster(addresses=addresses, task_type=kind, task_index=index)

@@ -1,0 +1,116 @@
+"""`StrategyCoordinator`: what all replicas do together during `fit`, before any other callback.
+
+As the `Coordinator` of allreduce; but metrics are summed over all replicas by the strategy
+itself, wherever one of their variables is read, so that all processes read them together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.collectives.single import SingleCollective
+from hvdtrain.engines.tf_distribute import replicas
+from hvdtrain.errors import TrainingError
+from hvdtrain.optim import keras_seam, state
+from hvdtrain.train.callbacks.coordinator import Coordinator
+from hvdtrain.train.callbacks.mid_epoch import StopSaver
+from hvdtrain.train.checkpoint import RunState
+from hvdtrain.train.chief import on_chief
+from hvdtrain.train.metrics import merged_results, merged_states
+from hvdtrain.train.schedule import effective_rate
+
+_SUMMED = SingleCollective()
+"""For metrics: what is read is over all replicas already."""
+
+
+class StrategyCoordinator(Coordinator):
+    """The first callback on every process.
+
+    Args:
+        strategy: The strategy.
+        others: As for `Coordinator`.
+    """
+
+    def __init__(self, strategy: Any, **others: Any) -> None:
+        super().__init__(**others)
+        self._strategy = strategy
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Bring statistics and figures of all replicas together, evaluate, compare."""
+        figures = {} if logs is None else logs
+        self._skip_before = 0
+        self._progress.advance(f"the end of epoch {epoch + 1}")
+        self._agree()
+        if self._stopping:
+            self._leave(self.params["steps"])
+        replicas.average_statistics(self._strategy, self._collective, self.model)
+        self._merge(figures)
+        self._refuse_nan_metrics(epoch, figures)
+        if self._check_weights:
+            self._compare_weights(f"after epoch {epoch + 1}")
+        figures["learning_rate"] = effective_rate(self.model.optimizer, self._lr_plan)
+        if self._evaluate is not None:
+            with self._progress.phase("evaluating"):
+                self._evaluate()
+            figures.update({f"val_{name}": value
+                            for name, value in merged_results(_SUMMED, self.model).items()})
+
+    def _merge(self, figures: dict[str, Any]) -> None:
+        """Figures of all replicas in place of this process' own."""
+        merged = merged_results(_SUMMED, self.model)
+        known = {k: v for k, v in merged.items() if k in figures or not figures}
+        # A custom train_step may report figures of its own: their mean over the processes.
+        others = sorted(set(figures) - set(known))
+        if others:
+            mine = tf.constant([float(np.mean(figures[name])) for name in others], tf.float64)
+            means = self._collective.reduce([mine], name="figures", op="average")[0].numpy()
+            known.update(zip(others, map(float, means), strict=True))
+        figures.update(known)
+
+    def _agree(self) -> None:
+        """As allreduce does; and look at the loss, which is of all replicas."""
+        super()._agree()
+        if not self._stop_on_nan or self._steps_seen == 0:
+            return
+        loss = next((m for m in self.model.metrics if m.name == "loss"), None)
+        if loss is not None and not np.isfinite(float(loss.result())):
+            raise TrainingError(
+                "The loss is not finite (NaN or infinity), seen after step "
+                f"{keras_seam.steps_done(self.model.optimizer)}. Training was stopped before "
+                "anything was saved: checkpoints that were written are from before. Look at the "
+                "data of these steps, lower the learning rate, or add clipping "
+                "(global_clipnorm=1.0).")
+
+    def _compare_weights(self, when: str) -> None:
+        super()._compare_weights(when)
+        replicas.check_replicas_equal(
+            self._strategy, [*self.model.trainable_variables,
+                             *keras_seam.shared_variables(self.model.optimizer)], when=when)
+
+
+class StrategyStopSaver(StopSaver):
+    """Writes the checkpoint of a run that was told to stop.
+
+    Args:
+        strategy: The strategy.
+        others: As for `StopSaver`.
+    """
+
+    def __init__(self, strategy: Any, **others: Any) -> None:
+        super().__init__(**others)
+        self._strategy = strategy
+
+    def save(self, model: Any, epoch: int, step: int) -> str:
+        """See `StopSaver.save`. All processes."""
+        with self._progress.phase("saving a checkpoint"):
+            replicas.average_statistics(self._strategy, self._collective, model)
+            run_state = RunState(
+                epoch=epoch, step=keras_seam.steps_done(model.optimizer),
+                ranks=self._shards.size, lr_scale=self._lr_scale, version=self._version,
+                seeds=state.seeds_of(state.training_state(model)),
+                samples=self._shards.samples_before(step),
+                metrics=merged_states(_SUMMED, model))
+            return on_chief(self._collective, lambda: str(self._store.save(model, run_state)))
