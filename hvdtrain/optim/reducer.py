@@ -67,7 +67,7 @@ class GradientReducer:
             `IndexedSlices` for sparse gradients, None for None.
         """
         self._refuse_xla()
-        out = [_merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        out = [merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         if self._collective.size == 1:
             return out
         name = self._call_name(indices)
@@ -113,7 +113,7 @@ class GradientReducer:
         values = self._collective.allgather(_to_wire(gradient.values), name=f"{name}.values")
         rows = self._collective.allgather(gradient.indices, name=f"{name}.rows")
         values = tf.cast(values, gradient.values.dtype) / self._collective.size
-        return _merge_rows(tf.IndexedSlices(values, rows, gradient.dense_shape))
+        return merge_rows(tf.IndexedSlices(values, rows, gradient.dense_shape))
 
     def _call_name(self, indices: Sequence[int]) -> str:
         """Equal on all ranks, and unique among calls that can be in flight together."""
@@ -139,7 +139,7 @@ def _to_wire(tensor: Any) -> Any:
     return tensor if tensor.dtype in _NATIVE else tf.cast(tensor, tf.float32)
 
 
-def _merge_rows(gradient: Any) -> Any:
+def merge_rows(gradient: Any) -> Any:
     """Sum the rows that occur more than once.
 
     Adaptive optimizers and clipping of Keras 3 treat each occurrence as a gradient of its own,

@@ -61,7 +61,7 @@ def resume(model: Any, session: Session, config: TrainConfig, store: CheckpointS
     Raises:
         CheckpointError: On every rank: no checkpoint can be read, or it is of another model.
     """
-    start = RunState(epoch=0, step=0, ranks=session.world.size, lr_scale=plan.lr.scale,
+    start = RunState(epoch=0, step=0, ranks=plan.shards.size, lr_scale=plan.lr.scale,
                      version=hvdtrain.__version__)
     if not config.resume or store is None:
         return start
@@ -105,7 +105,7 @@ def make_writers(session: Session, plan: TrainPlan, store: CheckpointStore, firs
         writers.append(CheckpointWriter(
             collective=session.collective, progress=session.progress, store=store,
             last_epoch=config.epochs, every_epochs=config.checkpoint_every_epochs,
-            lr_scale=plan.lr.scale, version=hvdtrain.__version__))
+            ranks=plan.shards.size, lr_scale=plan.lr.scale, version=hvdtrain.__version__))
     return writers
 
 

@@ -231,18 +231,6 @@ class ServerParameters:
         return tf.searchsorted(starts, rows, side="right") - 1
 
 
-def merge_rows(rows: Sequence[Any], values: Sequence[Any]) -> tuple[Any, Any]:
-    """Add up gradients of the same row, of which optimizers would take only some.
-
-    Args:
-        rows: int64 tensors.
-        values: Tensors, a row for each number.
-    """
-    every, position = tf.unique(tf.concat(list(rows), 0))
-    return every, tf.math.unsorted_segment_sum(tf.concat(list(values), 0), position,
-                                               tf.size(every))
-
-
 def _cut_out(value: Array, piece: Piece) -> Array:
     if not piece.shape:
         return value

@@ -12,9 +12,10 @@ import tensorflow as tf
 
 from hvdtrain.engines.parameter_server import tf_seam
 from hvdtrain.engines.parameter_server.keras_parts import Redirection
-from hvdtrain.engines.parameter_server.parameters import Array, ServerParameters, merge_rows
+from hvdtrain.engines.parameter_server.parameters import Array, ServerParameters
 from hvdtrain.engines.parameter_server.probe import ModelParts, forward
 from hvdtrain.errors import ConfigError
+from hvdtrain.optim.reducer import merge_rows
 
 _MOST_CONSTANT_BYTES = 1 << 30
 """Constants travel inside the function, whose message may have 2 GiB."""
@@ -198,10 +199,11 @@ class WorkerStep:
         found = tape.gradient(loss, [value for _, value in dense] + [v for *_, v in read])
         rows = []
         for layer in self._parts.tables:
-            own = [(rows, gradient) for (reader, rows, _), gradient in zip(
+            own = [(used, tf.convert_to_tensor(gradient)) for (reader, used, _), gradient in zip(
                 read, found[len(dense):], strict=True) if reader is layer]
-            rows.append(merge_rows([r for r, _ in own], [tf.convert_to_tensor(g)
-                                                         for _, g in own]))
+            merged = merge_rows(tf.IndexedSlices(tf.concat([g for _, g in own], 0),
+                                                 tf.concat([used for used, _ in own], 0)))
+            rows.append((merged.indices, merged.values))
         return Gradients(dense=[tf.convert_to_tensor(g) for g in found[:len(dense)]], rows=rows,
                          state_change=self._state.change(state, scope),
                          metrics=self._metrics.after(scope))

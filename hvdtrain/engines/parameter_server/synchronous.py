@@ -21,7 +21,8 @@ import tensorflow as tf
 
 from hvdtrain.engines.parameter_server import tf_seam
 from hvdtrain.engines.parameter_server.asynchronous import Machinery, Report
-from hvdtrain.engines.parameter_server.parameters import Array, merge_rows
+from hvdtrain.engines.parameter_server.parameters import Array
+from hvdtrain.optim.reducer import merge_rows
 
 _CHECK_S = 0.5
 
@@ -134,8 +135,9 @@ class Synchronous:
                 mean.set_shape(p.holders[number].variable.shape)
                 gradients[number] = mean
             for i, layer in enumerate(p.parts.tables):
-                used, values = merge_rows([r[2 * i] for r in rows], [r[2 * i + 1] for r in rows])
-                sent = p.send_rows(layer, used, values / self.replicas)
+                merged = merge_rows(tf.IndexedSlices(tf.concat([r[2 * i + 1] for r in rows], 0),
+                                                     tf.concat([r[2 * i] for r in rows], 0)))
+                sent = p.send_rows(layer, merged.indices, merged.values / self.replicas)
                 gradients |= {number: p.received(number, g) for number, g in sent.items()}
             ordered = [gradients[number] for number in range(len(p.holders))]
             m.optimizer.apply(m.optimizer.clip(ordered, [h.device for h in p.holders]))

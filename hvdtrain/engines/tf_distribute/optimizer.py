@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvdtrain.errors import ConfigError, OptimizerError
 from hvdtrain.optim import keras_seam
 from hvdtrain.optim.distributed import is_distributed
-from hvdtrain.optim.reducer import _merge_rows
+from hvdtrain.optim.reducer import merge_rows
 from hvdtrain.train.schedule import LrPlan, multiplier
 
 
@@ -103,7 +103,7 @@ def _merged(gradient: Any) -> Any:
     """Each row of a sparse gradient once; XLA, which has no such operation, gets a dense one."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
-    return tf.convert_to_tensor(gradient) if keras_seam.inside_xla() else _merge_rows(gradient)
+    return tf.convert_to_tensor(gradient) if keras_seam.inside_xla() else merge_rows(gradient)
 
 
 def _clip_sums(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,14 +31,17 @@ class CheckpointWriter(keras.callbacks.Callback):
         store: Where checkpoints go.
         every_epochs: Integer, at least 1.
         last_epoch: Integer, the number of epochs of the run.
+        ranks: Integer, the gradients of an update.
         lr_scale: Float, the factor on the learning rate.
         version: String, this hvdtrain.
     """
 
     def __init__(self, *, collective: Collective, progress: Progress, store: CheckpointStore,
-                 every_epochs: int, last_epoch: int, lr_scale: float, version: str) -> None:
+                 every_epochs: int, last_epoch: int, ranks: int, lr_scale: float,
+                 version: str) -> None:
         super().__init__()
         self._collective = collective
+        self._ranks = ranks
         self._progress = progress
         self._store = store
         self._every = every_epochs
@@ -53,7 +56,7 @@ class CheckpointWriter(keras.callbacks.Callback):
         if done % self._every and done != self._last and not self.model.stop_training:
             return
         run_state = RunState(
-            epoch=done, step=steps_done(self.model.optimizer), ranks=self._collective.size,
+            epoch=done, step=steps_done(self.model.optimizer), ranks=self._ranks,
             lr_scale=self._lr_scale, version=self._version,
             seeds=seeds_of(training_state(self.model)))
         with self._progress.phase("saving a checkpoint"):
