@@ -102,3 +102,20 @@ def server_seconds(workers: int, server_hosts: Sequence[int], parameter_bytes: f
         pulled_to_here = (len(server_hosts) - here) * share if has_worker else 0.0
         busiest = max(busiest, pulled_from_here, pulled_to_here)
     return 2 * busiest / bytes_per_s
+
+
+def shared_server_seconds(workers: int, parameter_bytes: float, bytes_per_s: float) -> float:
+    """The time to be expected for a step of workers that do not wait for each other.
+
+    One server, on a host of its own. Each worker pulls M over one direction of its link, then
+    pushes M over the other, and the N workers share both. That is a closed queueing network with
+    two stations of the same demand s = M / b and N customers, whose throughput is N / ((N + 1) s)
+    (Zahorjan et al., 1982, "Balanced job bound analysis of queueing networks"): N batches take
+    (N + 1) M / b, between the bound N M / b and the 2 N M / b of workers in step.
+
+    Args:
+        workers: Integer, N.
+        parameter_bytes: Float, M.
+        bytes_per_s: Float, b.
+    """
+    return (workers + 1) * parameter_bytes / bytes_per_s

@@ -87,11 +87,13 @@ def computed(engine: str, point: Point, parameter_bytes: float) -> dict[str, Any
 
     Returns:
         `roles`: the bytes that each process of a role sends, and as many receives; `seconds` and
-        `busiest_host_bytes` where the speed of the network is known, else None.
+        `busiest_host_bytes` where the speed of the network is known, else None;
+        `expected_seconds`: the time to be expected, where that is known too.
     """
     kind = ENGINES[engine].kind
+    nothing = {"busiest_host_bytes": None, "seconds": None, "expected_seconds": None}
     if kind == "single":
-        return {"roles": {}, "busiest_host_bytes": None, "seconds": None}
+        return {"roles": {}, **nothing}
     if kind == "ring":
         each = arithmetic.ring_bytes(point.workers, parameter_bytes)
         roles, busiest = dict.fromkeys(_RING_ROLES, each), each
@@ -100,13 +102,19 @@ def computed(engine: str, point: Point, parameter_bytes: float) -> dict[str, Any
                  "server": arithmetic.server_bytes(point.workers, point.servers, parameter_bytes)}
         busiest = max(arithmetic.host_bytes(point.workers, point.server_hosts, parameter_bytes))
     if point.rate is None:
-        return {"roles": roles, "busiest_host_bytes": None, "seconds": None}
+        return {"roles": roles, **nothing}
     bytes_per_s = bits_per_s(point.rate) / _BITS_PER_BYTE
     seconds = (arithmetic.ring_seconds(point.workers, parameter_bytes, bytes_per_s)
                if kind == "ring" else arithmetic.server_seconds(
                    point.workers, point.server_hosts, parameter_bytes, bytes_per_s,
                    in_phases=engine == "ps-sync"))
-    return {"roles": roles, "busiest_host_bytes": busiest, "seconds": seconds}
+    expected: float | None = seconds
+    if engine == "ps-async":  # known for one server apart only
+        alone = point.servers == 1 and point.server_hosts[0] >= point.workers
+        expected = (arithmetic.shared_server_seconds(point.workers, parameter_bytes, bytes_per_s)
+                    if alone else None)
+    return {"roles": roles, "busiest_host_bytes": busiest, "seconds": seconds,
+            "expected_seconds": expected}
 
 
 def ratio(measured: Mapping[str, Any] | None, expected: float | None) -> float | None:

@@ -105,12 +105,16 @@ def network(point: Mapping[str, Any]) -> Table:
         least, summary = told["computed"]["seconds"], told["summary"]
         if least is None or not summary:
             continue
+        expected = told["computed"]["expected_seconds"]
+        expected_ms = None if expected is None else 1000 * expected
         rows.append((engine, bytes_text(told["computed"]["busiest_host_bytes"]),
-                     number(1000 * least), spread_text(summary["step_ms"]),
-                     ratio_text(ratio(summary["step_ms"], 1000 * least))))
+                     number(1000 * least), number(expected_ms), spread_text(summary["step_ms"]),
+                     ratio_text(ratio(summary["step_ms"], 1000 * least)),
+                     ratio_text(ratio(summary["step_ms"], expected_ms))))
     return Table(title=f"Step time beside the bound of the network ({point['rate']})",
                  columns=("engine", "bytes of the busiest host, each way", "bound ms",
-                          "measured ms", "ratio"), rows=tuple(rows))
+                          "expected ms", "measured ms", "over the bound", "over the expected"),
+                 rows=tuple(rows))
 
 
 def final(point: Mapping[str, Any]) -> Table:

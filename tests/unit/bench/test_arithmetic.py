@@ -8,6 +8,7 @@ from hvdtrain.bench.arithmetic import (
     ring_seconds,
     server_bytes,
     server_seconds,
+    shared_server_seconds,
     worker_bytes,
 )
 
@@ -59,3 +60,12 @@ def test_bounds():
     assert server_seconds(4, beside, 100e6, 12.5e6, in_phases=True) == pytest.approx(12.0)
     # One server beside a worker: the others pull from it, one after the other.
     assert server_seconds(4, [0], 100e6, 12.5e6, in_phases=True) == pytest.approx(48.0)
+
+
+def test_workers_that_share_a_server_overlap_in_part():
+    for workers in (1, 2, 4, 50):
+        expected = shared_server_seconds(workers, 100e6, 12.5e6)
+        bound = server_seconds(workers, [workers], 100e6, 12.5e6, in_phases=False)
+        in_step = server_seconds(workers, [workers], 100e6, 12.5e6, in_phases=True)
+        assert bound < expected <= in_step
+    assert shared_server_seconds(4, 100e6, 12.5e6) == pytest.approx(40.0)

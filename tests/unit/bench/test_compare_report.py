@@ -111,8 +111,10 @@ def test_the_bound_of_the_network(network_report):
     # Three workers, one server on the first one's host: two pull and push there.
     assert three["engines"]["ps-async"]["computed"]["seconds"] == pytest.approx(0.64)
     row = next(row for row in _table(two, "Step time").rows if row[0] == "allreduce-gloo")
-    assert row[1:3] == ("4 MB", "320")
-    assert row[4] == "1.56"
+    assert row[1:4] == ("4 MB", "320", "320")
+    assert row[5:] == ("1.56", "1.56")
+    row = next(row for row in _table(three, "Step time").rows if row[0] == "ps-async")
+    assert row[3] == "-", "nothing is expected of servers beside workers"
     assert "single" not in three["engines"]
     assert three["engines"]["allreduce-gloo"]["summary"]["efficiency"] == pytest.approx(1.2 / 3)
 
