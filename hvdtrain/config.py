@@ -5,13 +5,15 @@ No TensorFlow here: the driver reads and checks settings before it starts a sing
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from hvdtrain.engine_config import EngineName, PsConfig, TfConfig
 from hvdtrain.errors import ConfigError
-from hvdtrain.settings import at_least, check_types
+from hvdtrain.settings import at_least, check_types, from_mapping
 
 LrScaling = Literal["linear", "sqrt", "none"]
 Remainder = Literal["pad", "drop"]
@@ -91,6 +93,18 @@ class TrainConfig:
         if self.resume and self.output is None:
             raise ConfigError("resume needs the output folder of the run to go on with: give "
                               "output (on the command line: --output DIR).")
+
+
+def config_to_json(config: TrainConfig) -> str:
+    """Settings as text, for another process."""
+    return json.dumps(dataclasses.asdict(config), default=str)
+
+
+def config_from_json(text: str) -> TrainConfig:
+    """What `config_to_json` wrote."""
+    values = json.loads(text)
+    engines = {"ps": PsConfig(**values.pop("ps")), "tf": TfConfig(**values.pop("tf"))}
+    return from_mapping(TrainConfig, {**values, **engines}, where="settings")
 
 
 def check_hang_timeout(hang_timeout_s: float) -> None:

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from hvdtrain.config import TrainConfig
+from hvdtrain.config import TrainConfig, config_from_json, config_to_json
 from hvdtrain.entry import load_job
 from hvdtrain.job import Job
 from hvdtrain.run import run_job, with_default_output
@@ -14,6 +14,9 @@ from hvdtrain.runtime import guard
 from hvdtrain.runtime.usage import start_usage
 from hvdtrain.world import World
 from hvdtrain.world.detect import detect_world
+
+SETTINGS_VARIABLE = "HVDTRAIN_PS_SETTINGS"
+"""Holds a `TrainConfig` as JSON, for a supervisor that has begun anew."""
 
 
 def fit_on_this_rank(target: str, changes: dict[str, Any], *, dry_run: bool) -> None:
@@ -27,6 +30,10 @@ def fit_on_this_rank(target: str, changes: dict[str, Any], *, dry_run: bool) -> 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     world, assignment = _who_am_i()
     with guard.install(world, os.environ) as guarded:
+        if SETTINGS_VARIABLE in os.environ:
+            _supervise(config_from_json(os.environ.pop(SETTINGS_VARIABLE)), world, guarded,
+                       dry_run=dry_run)
+            return
         # Before TensorFlow is loaded, so that a mistake in a job file is told at once.
         job = load_job(target)
         config = with_default_output(job, changes)
@@ -60,18 +67,29 @@ def _who_am_i() -> tuple[World, Any]:
 def _with_servers(job: Job, config: TrainConfig, world: World, assignment: Any,
                   guarded: guard.Guard, *, dry_run: bool) -> Any:
     """A rank only supervises; the process of its role comes here again, with its assignment."""
-    if assignment is None:
-        from hvdtrain import log
-        from hvdtrain.engines.parameter_server.rank import supervise_role
-        log.configure(log.rank_prefix(world.rank, world.size, world.host))
-        code = supervise_role(config, world, os.environ,
-                              [sys.executable, "-m", "hvdtrain", *sys.argv[1:]], guarded.stop,
-                              dry_run=dry_run)
-        if code:
-            guarded.leave(code)
-        return None
-    from hvdtrain.engines.parameter_server.child import run_child
-    return run_child(assignment, job, config, guarded, dry_run=dry_run)
+    if assignment is not None:
+        from hvdtrain.engines.parameter_server.child import run_child
+        return run_child(assignment, job, config, guarded, dry_run=dry_run)
+    if "tensorflow" in sys.modules:
+        # A Python job has loaded it, and it takes half a gigabyte. The same process begins anew.
+        os.environ[SETTINGS_VARIABLE] = config_to_json(config)
+        os.execv(sys.executable, _own_command())  # noqa: S606 - the command of this process
+    return _supervise(config, world, guarded, dry_run=dry_run)
+
+
+def _supervise(config: TrainConfig, world: World, guarded: guard.Guard, *,
+               dry_run: bool) -> None:
+    from hvdtrain import log
+    from hvdtrain.engines.parameter_server.rank import supervise_role
+    log.configure(log.rank_prefix(world.rank, world.size, world.host))
+    code = supervise_role(config, world, os.environ, _own_command(), guarded.stop,
+                          dry_run=dry_run)
+    if code:
+        guarded.leave(code)
+
+
+def _own_command() -> list[str]:
+    return [sys.executable, "-m", "hvdtrain", *sys.argv[1:]]
 
 
 def _with_allreduce(job: Job, config: TrainConfig, guarded: guard.Guard, *, dry_run: bool) -> Any:

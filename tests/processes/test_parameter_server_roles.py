@@ -43,12 +43,13 @@ def roles(mark):
 class Run:
     """A launch whose output can be waited for."""
 
-    def __init__(self, folder, *options, np=4, before=()):
+    def __init__(self, folder, *options, np=4, before=(), job=JOB):
         self.folder = folder
+        fit = [job if word == JOB else word for word in FIT]
         self.log = (folder / "log").open("w+")
         self.process = subprocess.Popen(
             [*(before or [sys.executable, "-m", "hvdtrain", "launch", "-v", "-np", str(np),
-                          "--timeout", "150"]), *(FIT[3:] if not before else FIT),
+                          "--timeout", "150"]), *(fit[3:] if not before else fit),
              "--output", str(folder / "run"), *options],
             cwd=ROOT, env=environment(), stdout=self.log, stderr=subprocess.STDOUT)
 
@@ -118,9 +119,27 @@ def test_every_role_may_be_lost_once(run):
     assert evaluated[-1]["accuracy"] == pytest.approx(lines[-1]["val_accuracy"], abs=1e-6)
 
 
+def memory_of_supervisors(mark):
+    """Megabytes of each process of a run that is a rank, and not the process of a role."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            if b"fit" in words and b"launch" not in words and any(
+                    mark.encode() in word for word in words) and (
+                    VARIABLE not in (entry / "environ").read_bytes()):
+                status = (entry / "status").read_text()
+                found.append(int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024)
+    return found
+
+
 def test_a_budget_that_is_spent_ends_the_run_with_a_name(run):
-    one = run("--epochs", "200", "--max-restarts", "0", np=3)
+    """With a Python job, which loads TensorFlow: supervisors must not keep it."""
+    one = run("--epochs", "200", "--max-restarts", "0", np=3, job=JOB.replace(".toml", ".py"))
     one.wait_for("Epoch 2/")
+    used = memory_of_supervisors(str(one.folder))
+    assert len(used) == 3
+    assert max(used) < 150
     one.kill("worker 0", signal.SIGKILL)
     assert one.end(30) == 1
     assert re.search(r"worker 0 \(rank 1 on localhost\) was killed by SIGKILL, for the 1. time, "

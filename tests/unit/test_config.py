@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.config import TrainConfig
+from hvdtrain.config import TrainConfig, config_from_json, config_to_json
+from hvdtrain.engine_config import PsConfig, TfConfig
 from hvdtrain.errors import ConfigError
 from hvdtrain.settings import from_mapping, replace
 
@@ -42,3 +43,10 @@ def test_a_path_may_be_given_as_a_string():
 def test_replace_keeps_what_was_not_given():
     config = replace(TrainConfig(epochs=3), epochs=None, seed=5)
     assert (config.epochs, config.seed) == (3, 5)
+
+
+def test_settings_survive_the_way_to_another_process():
+    config = TrainConfig(output=Path("a b"), engine="ps", epochs=3,
+                         ps=PsConfig(mode="sync", backup_workers=2), tf=TfConfig(devices=2))
+    assert config_from_json(config_to_json(config)) == config
+    assert config_from_json(config_to_json(TrainConfig())) == TrainConfig()

@@ -8,6 +8,7 @@ parameters live on the servers, as vectors or pieces of their own. From the outs
 - `chief`: the training, from the model to the saved files;
 - `trainer`: epochs, callbacks, evaluation;
 - `asynchronous`, `synchronous`: in which order gradients are computed and applied;
+- `closures`: what workers have not finished yet;
 - `step`: one batch on a worker;
 - `parameters`, `server_optimizer`, `placement`: what lies where, and how it is updated;
 - `feeding`: the data, read by the workers themselves;

@@ -7,7 +7,6 @@ any gradient may be late: the ones in flight when it was computed, before and af
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +14,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.engines.parameter_server import tf_seam
+from hvdtrain.engines.parameter_server.closures import InFlight
 from hvdtrain.engines.parameter_server.feeding import Feed
 from hvdtrain.engines.parameter_server.parameters import Array, ServerParameters
 from hvdtrain.engines.parameter_server.server_optimizer import ServerOptimizer
 from hvdtrain.engines.parameter_server.step import Gradients, MetricStates, StateVector, WorkerStep
 
-_CHECK_S = 0.5
 _SHARE = 4
 """An epoch is cut into at least so many closures per worker."""
 
@@ -63,7 +61,7 @@ class Asynchronous:
         self._steps_per_closure = 1 if staleness is not None else steps_per_closure
         self._staleness = staleness
         self._closure = tf.function(self._train, autograph=False)
-        self._ended = threading.Event()
+        self._flying = InFlight(machinery.coordinator)
 
     def run(self, epoch: int, first_step: int, steps: int, steps_before: int,
             report: Report) -> int:
@@ -81,34 +79,18 @@ class Asynchronous:
         """
         length = share_of(self._steps_per_closure, steps, self._m.workers)
         window = 2 * self._m.workers if self._staleness is None else self._staleness + 1
-        pending: list[tuple[int, Any]] = []
         begun = done = first_step
         goes_on = True
-        while pending or (begun < steps and goes_on):
-            while goes_on and begun < steps and len(pending) < window:
+        while self._flying or (begun < steps and goes_on):
+            while goes_on and begun < steps and len(self._flying) < window:
                 end = min(steps, begun + length)
-                arguments = [tf.constant(v, tf.int64) for v in (epoch, begun, end, steps_before)]
-                pending.append((end - begun, tf_seam.schedule(
-                    self._m.coordinator, self._closure, arguments, self._ended.set)))
+                self._flying.send(end - begun, self._closure, [
+                    tf.constant(v, tf.int64) for v in (epoch, begun, end, steps_before)])
                 begun = end
-            for count, gained in self._take(pending):
+            for count, gained in self._flying.take(in_order=self._staleness is not None):
                 done += count
-                goes_on = report(done, gained) and goes_on
+                goes_on = report(done, np.asarray(gained)) and goes_on
         return done
-
-    def _take(self, pending: list[tuple[int, Any]]) -> list[tuple[int, Array]]:
-        """Wait for closures; with a bound on staleness they count in order."""
-        self._ended.wait(_CHECK_S)
-        self._ended.clear()
-        taken = []
-        for item in list(pending):
-            count, value = item
-            if tf_seam.has_ended(value):
-                taken.append((count, np.asarray(tf_seam.result(value))))
-                pending.remove(item)
-            elif self._staleness is not None:
-                break
-        return taken
 
     def _train(self, epoch: Any, begin: Any, end: Any, steps_before: Any) -> Any:
         m = self._m

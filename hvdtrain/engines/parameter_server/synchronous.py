@@ -12,7 +12,6 @@ gradients.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from typing import Any
 
@@ -21,10 +20,9 @@ import tensorflow as tf
 
 from hvdtrain.engines.parameter_server import tf_seam
 from hvdtrain.engines.parameter_server.asynchronous import Machinery, Report
+from hvdtrain.engines.parameter_server.closures import InFlight
 from hvdtrain.engines.parameter_server.parameters import Array
 from hvdtrain.optim.reducer import merge_rows
-
-_CHECK_S = 0.5
 
 
 class Synchronous:
@@ -47,9 +45,8 @@ class Synchronous:
              for number in self._dense] for _ in range(replicas)]
         self._closure = tf.function(self._deliver, autograph=False)
         self._update = tf.function(self._apply, autograph=False)
-        self._ended = threading.Event()
         self._local_step = 0
-        self._flying: list[tuple[int, int, Any]] = []
+        self._flying = InFlight(machinery.coordinator)
 
     def run(self, epoch: int, first_step: int, steps: int, steps_before: int,
             report: Report) -> int:
@@ -66,8 +63,7 @@ class Synchronous:
 
     def drain(self) -> None:
         """Wait for closures whose gradients are no longer needed."""
-        while self._flying:
-            self._take()
+        self._flying.drain()
 
     def _collect(self, epoch: int, step: int, steps_before: int) -> dict[int, Any]:
         """Results of all replicas for one step."""
@@ -80,8 +76,7 @@ class Synchronous:
                 epoch, step, replica, self._local_step,
                 (steps_before + step) * self.replicas + replica)]
             handles = [a.accumulator_ref for a in self._accumulators[replica]]
-            self._flying.append((self._local_step, replica, tf_seam.schedule(
-                self._m.coordinator, self._closure, [*arguments, handles], self._ended.set)))
+            self._flying.send((self._local_step, replica), self._closure, [*arguments, handles])
 
         for replica in range(self.replicas):
             send(replica)
@@ -89,21 +84,10 @@ class Synchronous:
             while self._backups and len(self._flying) < self._m.workers:
                 missing = [r for r in range(self.replicas) if r not in results]
                 send(min(missing, key=lambda r: (copies[r], (r + step) % self.replicas)))
-            for local_step, replica, result in self._take():
+            for (local_step, replica), result in self._flying.take():
                 if local_step == self._local_step:
                     results.setdefault(replica, result)
         return results
-
-    def _take(self) -> list[tuple[int, int, Any]]:
-        self._ended.wait(_CHECK_S)
-        self._ended.clear()
-        taken = []
-        for item in list(self._flying):
-            local_step, replica, value = item
-            if tf_seam.has_ended(value):
-                self._flying.remove(item)
-                taken.append((local_step, replica, tf_seam.result(value)))
-        return taken
 
     def _deliver(self, epoch: Any, step: Any, replica: Any, local_step: Any, number: Any,
                  handles: list[Any]) -> tuple[Any, Any, list[Array]]:

@@ -7,7 +7,6 @@ servers hold at the end of each epoch, before callbacks see them; what a callbac
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +18,8 @@ import tensorflow as tf
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.pipeline import evaluation_dataset
 from hvdtrain.data.source import Source
-from hvdtrain.engines.parameter_server import tf_seam
 from hvdtrain.engines.parameter_server.asynchronous import Asynchronous, Machinery, share_of
+from hvdtrain.engines.parameter_server.closures import InFlight
 from hvdtrain.engines.parameter_server.parameters import Array
 from hvdtrain.engines.parameter_server.synchronous import Synchronous
 from hvdtrain.errors import TrainingError
@@ -32,8 +31,6 @@ from hvdtrain.train.callbacks.coordinator import StoppedError
 from hvdtrain.train.checkpoint import CheckpointStore, RunState
 from hvdtrain.train.plan import TrainPlan
 from hvdtrain.train.schedule import effective_rate
-
-_CHECK_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +62,6 @@ class Trainer:
         self._run, self._m, self._mode = run, machinery, mode
         self._config: TrainConfig = run.plan.config
         self._evaluate = tf.function(self._evaluate_closure, autograph=False)
-        self._ended = threading.Event()
         self._callbacks: Any = None
         self._epoch = run.begin.epoch
         self._gained = machinery.metrics.nothing()
@@ -189,16 +185,13 @@ class Trainer:
             return {name: float(value) for name, value in found.items()}
         batches = -(-len(validation) // batch)
         length = share_of(self._config.ps.steps_per_closure, batches, self._m.workers)
-        pending = [tf_seam.schedule(
-            self._m.coordinator, self._evaluate,
-            [tf.constant(begin, tf.int64), tf.constant(min(batches, begin + length), tf.int64)],
-            self._ended.set) for begin in range(0, batches, length)]
+        flying = InFlight(self._m.coordinator)
+        for begin in range(0, batches, length):
+            flying.send(begin, self._evaluate, [
+                tf.constant(at, tf.int64) for at in (begin, min(batches, begin + length))])
         gained = self._m.metrics.nothing()
-        for value in pending:
-            while not tf_seam.has_ended(value):
-                self._ended.wait(_CHECK_S)
-                self._ended.clear()
-            gained = gained + np.asarray(tf_seam.result(value))
+        for _, part in sorted(flying.drain(), key=lambda pair: pair[0]):
+            gained = gained + np.asarray(part)
         return self._m.metrics.results(gained)
 
     def _evaluate_closure(self, begin: Any, end: Any) -> Any:
