@@ -20,6 +20,7 @@ _LAZY = {
     "LocalCluster": "hvdtrain.engines.parameter_server.local_cluster",
     "PsConfig": "hvdtrain.engine_config",
     "Session": "hvdtrain.session",
+    "Source": "hvdtrain.data.source",
     "TfConfig": "hvdtrain.engine_config",
     "TrainConfig": "hvdtrain.config",
     "World": "hvdtrain.world",
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from hvdtrain.config import TrainConfig as TrainConfig
     from hvdtrain.data.source import ArraySource as ArraySource
     from hvdtrain.data.source import DataSplits as DataSplits
+    from hvdtrain.data.source import Source as Source
     from hvdtrain.data.source import load_npz as load_npz
     from hvdtrain.engine_config import PsConfig as PsConfig
     from hvdtrain.engine_config import TfConfig as TfConfig

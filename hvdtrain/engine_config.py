@@ -18,7 +18,8 @@ StrategyName = Literal["auto", "default", "one_device", "mirrored", "central_sto
                        "multi_worker_mirrored", "tpu"]
 CrossDevice = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device", "ring"]
 
-_PARTITIONER = re.compile(r"^(?:none|fixed:\d+|min_size:\d+(?::\d+)?|max_size:\d+(?::\d+)?)$")
+_PARTITIONER = re.compile(
+    r"^(?:none|fixed:[1-9]\d*|(?:min|max)_size:[1-9]\d*(?::[1-9]\d*)?)$")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,6 +99,30 @@ class ArraySource(Source):
         return tf.nest.map_structure(lambda a: np.asarray(a[rows]), self._data)
 
 
+def check_source(source: Source) -> None:
+    """Read one sample and compare it with what the source says of itself.
+
+    Raises:
+        DataError: Structure, shape or dtype differ; later TensorFlow would fail on it.
+    """
+    if isinstance(source, ArraySource):
+        return
+    expected, sample = source.signature, source.read(np.zeros(1, np.int64))
+    try:
+        tf.nest.assert_same_structure(expected, sample)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{source.name}: read() gives another structure than signature tells. "
+                        f"Expected {expected}. {str(error).splitlines()[0]}") from error
+    for spec, array in zip(tf.nest.flatten(expected), tf.nest.flatten(sample), strict=True):
+        found = np.asarray(array)
+        if tf.as_dtype(found.dtype) != spec.dtype or not spec.shape.is_compatible_with(
+                found.shape[1:]) or len(found) != 1:
+            raise DataError(
+                f"{source.name}: read() of one row gives an array of shape {found.shape} and dtype "
+                f"{found.dtype}, but signature tells {spec.dtype.name} and shape "
+                f"(n, {', '.join(map(str, spec.shape))}). Correct one of the two.")
+
+
 def _as_array(value: Any, name: str) -> np.ndarray[Any, Any]:
     if isinstance(value, (tf.data.Dataset, str)) or callable(value):
         raise DataError(

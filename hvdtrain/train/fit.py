@@ -26,7 +26,7 @@ import hvdtrain
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.pipeline import evaluation_dataset, training_dataset
 from hvdtrain.data.shard import ShardPlan, evaluation_rows
-from hvdtrain.data.source import ArraySource, Source
+from hvdtrain.data.source import ArraySource, Source, check_source
 from hvdtrain.errors import OptimizerError
 from hvdtrain.log import get_logger
 from hvdtrain.optim import keras_seam, state
@@ -94,6 +94,9 @@ def _fit(model: Any, train: Source | Any, validation: Source | Any | None, confi
     """`fit`, watched."""
     session.progress.enter("preparing the training")
     train, validation = as_source(train, "train"), as_source(validation, "validation")
+    for source in (train, validation):
+        if source is not None:
+            check_source(source)
     _prepare_optimizer(model, session)
     compare_settings(session.collective, config, train, model.optimizer)
     shards = ShardPlan(

@@ -6,7 +6,7 @@ every metric whose state is a sum (means, accuracies, AUC, confusion matrices, .
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -36,8 +36,18 @@ def merged_results(collective: Collective, model: Any) -> dict[str, float]:
     scope_values = _summed(collective, variables) if collective.size > 1 else []
     with keras.StatelessScope(state_mapping=scope_values):
         results = model.get_metrics_result()
-    return {name: float(np.asarray(value).mean())
-            for name, value in results.items()}
+    return as_figures(results)
+
+
+def as_figures(results: Mapping[str, Any]) -> dict[str, float]:
+    """Results of metrics as floats, those of a metric that gives several beside the others."""
+    found: dict[str, float] = {}
+    for name, value in results.items():
+        if isinstance(value, Mapping):
+            found |= as_figures(value)
+        else:
+            found[name] = float(np.asarray(value).mean())
+    return found
 
 
 def merged_states(collective: Collective, model: Any) -> tuple[tuple[float, ...], ...]:

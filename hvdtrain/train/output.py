@@ -37,6 +37,11 @@ def open_output(session: Session, config: TrainConfig) -> CheckpointStore | None
         if output.exists() and not output.is_dir():
             raise CheckpointError(f"The output {output} is a file; a folder is needed. Give "
                                   "another name with --output.")
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"The output folder {output} cannot be made: {error.strerror}. "
+                                  "Give another one with --output.") from error
         written = [*store.paths(), *(p for n in ("model.keras", "metrics.jsonl")
                                      if (p := output / n).exists())]
         if config.overwrite:

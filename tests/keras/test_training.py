@@ -376,3 +376,33 @@ def test_steps_per_execution_that_do_not_divide_the_epoch_take_no_step_too_many(
 
 def test_threads_are_those_of_the_plan(one_rank):
     assert tf.config.threading.get_intra_op_parallelism_threads() == one_rank.devices.threads
+
+
+class Lying(hvdtrain.Source):
+    """Says one thing and gives another."""
+
+    name = "lying"
+
+    def __init__(self, given):
+        self.given = given
+
+    def __len__(self):
+        return 8
+
+    @property
+    def signature(self):
+        import tensorflow as tf
+        return tf.TensorSpec((3,), tf.float32), tf.TensorSpec((), tf.int32)
+
+    def read(self, rows):
+        return self.given
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ((np.zeros((1, 3)), np.zeros(1, "int32")), "dtype float64, but signature tells float32"),
+    ((np.zeros((1, 4), "float32"), np.zeros(1, "int32")), r"shape \(1, 4\)"),
+    (np.zeros((1, 3), "float32"), "another structure than signature tells")])
+def test_a_source_that_does_not_keep_its_word(given, words):
+    from hvdtrain.data.source import check_source
+    with pytest.raises(DataError, match=words):
+        check_source(Lying(given))

@@ -191,7 +191,7 @@ def test_async_one_by_one_equals_one_process(cluster, keras, name):
 
 
 @pytest.mark.parametrize("make", [embedding, two_tables])
-@pytest.mark.parametrize("name", ["sgd", "adam", "global_clipnorm"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "global_clipnorm", "rmsprop", "adadelta"])
 def test_embeddings_equal_one_process(cluster, keras, make, name):
     data = words(2 * BATCH * STEPS)
     ours, _ = train(cluster, keras, make, OPTIMIZERS[name], data, SYNC)
@@ -423,6 +423,108 @@ def test_callbacks_see_the_model_and_change_it(cluster, keras):
     assert np.abs(ours.layers[0].kernel.numpy() - 1).max() < 1.0
 
 
+def setters(keras):
+    """Callbacks that set something in the model, each in a method of its own."""
+    class Base(keras.callbacks.Callback):
+        def kernel(self):
+            return self.model.layers[0].kernel
+
+    class TrainBegin(Base):
+        def on_train_begin(self, logs=None):
+            self.kernel().assign(np.full((12, 16), 0.1))
+
+    class EpochBegin(Base):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.kernel().assign(np.full((12, 16), 0.1 * (epoch + 1)))
+
+    class Slots(Base):
+        def on_epoch_end(self, epoch, logs=None):
+            for variable in self.model.optimizer.variables[2:]:
+                variable.assign(np.zeros(variable.shape))
+
+    class Annealing(Base):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.model.layers[-1].factor.assign(1.0 + epoch)
+
+    class Rate(Base):
+        def on_train_batch_begin(self, batch, logs=None):
+            self.model.optimizer.learning_rate = 0.1 / (batch + 1)
+    return TrainBegin, EpochBegin, Slots, Annealing, Rate
+
+
+def annealed(keras):
+    class Factor(keras.layers.Layer):
+        def build(self, shape):
+            self.factor = self.add_weight(shape=(), initializer="ones", trainable=False)
+
+        def call(self, inputs):
+            return inputs * self.factor
+    return keras.Sequential([keras.Input((12,)), keras.layers.Dense(16, activation="relu"),
+                             keras.layers.Dense(2), Factor()])
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_what_callbacks_set_counts_as_in_keras(cluster, keras, number):
+    data = numbers(2 * BATCH * 4)
+    for ps, batch in ((SYNC, 2 * BATCH), (ONE_BY_ONE, BATCH)):
+        ours, _ = train(cluster, keras, annealed, sgd, data, ps, epochs=3,
+                        callbacks=[setters(keras)[number]()])
+        theirs, _ = plain(keras, annealed, sgd, data, batch=batch, epochs=3,
+                          callbacks=[setters(keras)[number]()])
+        assert difference(ours, theirs) < 1e-6
+
+
+def test_metrics_of_several_figures_and_figures_within_an_epoch(cluster, keras):
+    class Two(keras.metrics.Mean):
+        def result(self):
+            return {"mean": super().result(), "twice": 2 * super().result()}
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            return super().update_state(keras.ops.cast(y_true, "float32"))
+
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(logs["loss"])
+
+    def model():
+        network = mlp(keras)
+        network.compile(sgd(keras), keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+                        metrics=[Two(name="two")])
+        return network
+    x, y = numbers()
+    result = cluster.fit(hvdtrain.Job(
+        name="two", model=model, data=lambda: (x, y), callbacks=lambda: [Watch()],
+        config=TrainConfig(batch_per_rank=BATCH, lr_scaling="none", ps=SYNC)))
+    assert result.history["mean"] == [pytest.approx(y.mean(), abs=1e-6)]
+    assert result.history["twice"] == [pytest.approx(2 * y.mean(), abs=1e-6)]
+    assert len(seen) == STEPS // 2
+    assert seen[-1] == pytest.approx(result.history["loss"][0])
+
+
+def test_own_evaluation_and_bfloat16(cluster, keras):
+    class Own(keras.Sequential):
+        def test_step(self, data):
+            return {"mine": keras.ops.convert_to_tensor(42.0)}
+    _, result = train(cluster, keras, lambda k: Own([k.Input((12,)), k.layers.Dense(2)]), sgd,
+                      numbers(), ONE_BY_ONE, validation=numbers(9))
+    assert result.history["val_mine"] == [42.0]
+    ours, result = train(cluster, keras, lambda k: k.Sequential([
+        k.Input((12,)), k.layers.Dense(8), k.layers.Dense(2, dtype="bfloat16")]), sgd,
+        numbers(2 * BATCH * STEPS), SYNC)
+    assert ours.layers[-1].kernel.dtype == "bfloat16"
+    assert np.isfinite(result.history["loss"][0])
+
+
+def test_weights_that_are_not_finite_end_the_run(cluster, keras):
+    """The activation swallows what is not finite, and the loss is a number."""
+    x, y = numbers()
+    x[5] = np.nan
+    with pytest.raises(TrainingError, match="kernel is not finite at the end of epoch 1"):
+        train(cluster, keras, mlp, sgd, (x, y), ONE_BY_ONE)
+
+
 def test_a_loss_that_is_not_finite_ends_the_run(cluster, keras):
     x, y = numbers()
     x[5] = np.inf
@@ -467,5 +569,12 @@ def test_what_would_train_otherwise_than_keras_is_refused(cluster, keras):
     assert "--ps-fused" in refusal(cluster, keras, mlp, OPTIMIZERS["lamb"], PsConfig(fused=True))
     assert "--ps-partitioner fixed:2" in refusal(
         cluster, keras, mlp, OPTIMIZERS["adafactor"], PsConfig(partitioner="fixed:2"))
+    assert "ema_overwrite_frequency" in refusal(
+        cluster, keras, mlp, lambda k: sgd(k, use_ema=True, ema_overwrite_frequency=3))
+    assert "SpectralNormalization" in refusal(cluster, keras, lambda k: k.Sequential(
+        [k.Input((12,)), k.layers.SpectralNormalization(k.layers.Dense(2))]), sgd)
+    with pytest.raises(DataError, match="at most --ps-replicas 5"):
+        train(cluster, keras, mlp, sgd, numbers(5), PsConfig(mode="sync",
+                                                            replicas_to_aggregate=6))
     assert "constraint" in refusal(
         cluster, keras, lambda k: mlp(k, kernel_constraint="non_neg"), sgd, PsConfig())

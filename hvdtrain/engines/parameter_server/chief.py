@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvdtrain.collectives.select import Choice
 from hvdtrain.collectives.single import SingleCollective
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.source import DataSplits
+from hvdtrain.data.source import DataSplits, check_source
 from hvdtrain.engines.parameter_server import keras_parts, placement, tf_seam
 from hvdtrain.engines.parameter_server.asynchronous import Asynchronous, Machinery
 from hvdtrain.engines.parameter_server.feeding import (
@@ -76,7 +76,8 @@ class _Prepared:
 
 
 def train(job: Job, config: TrainConfig, cluster: Cluster, *, world: World, progress: Progress,
-          stop_asked: Callable[[], bool], dry_run: bool) -> FitResult:
+          stop_asked: Callable[[], bool], dry_run: bool,
+          opened: Callable[[], None] = lambda: None) -> FitResult:
     """Train a job on parameter servers. The chief only, before any TensorFlow operation.
 
     Args:
@@ -87,6 +88,7 @@ def train(job: Job, config: TrainConfig, cluster: Cluster, *, world: World, prog
         progress: For the watchdog.
         stop_asked: Callable that tells whether this process was told to stop.
         dry_run: Boolean; print the plan and return, without a connection.
+        opened: Called when the output folder is this run's.
 
     Returns:
         A `FitResult`.
@@ -110,7 +112,8 @@ def train(job: Job, config: TrainConfig, cluster: Cluster, *, world: World, prog
         _show(ready)
         session = Session(world=world, collective=SingleCollective(), devices="CPU",
                           choice=Choice(name="single", reason="engine ps"), progress=progress)
-        return _train(job, ready, config, cluster, session, strategy, coordinator, stop_asked)
+        return _train(job, ready, config, cluster, session, strategy, coordinator, stop_asked,
+                      opened)
     except tf.errors.OpError as error:
         why = reading_error(error)
         if why is None:
@@ -126,8 +129,10 @@ def _show(ready: _Prepared) -> None:
 
 
 def _train(job: Job, ready: _Prepared, config: TrainConfig, cluster: Cluster, session: Session,
-           strategy: Any, coordinator: Any, stop_asked: Callable[[], bool]) -> FitResult:
+           strategy: Any, coordinator: Any, stop_asked: Callable[[], bool],
+           opened: Callable[[], None]) -> FitResult:
     progress, store = session.progress, open_output(session, config)
+    opened()
     # Under a starter the output is read by a program, or mixed with that of other ranks.
     person = sys.stdout.isatty() and session.world.starter == "single"
     rate = keras_seam.rate_variable(ready.model.optimizer)
@@ -140,7 +145,7 @@ def _train(job: Job, ready: _Prepared, config: TrainConfig, cluster: Cluster, se
     machinery = _machinery(ready, config, cluster, strategy, coordinator)
     trainer = Trainer(
         Run(model=ready.model, plan=ready.plan, begin=begin, validation=ready.splits.validation,
-            callbacks=(*job.callbacks(), *writers), store=store, progress=progress,
+            callbacks=tuple(job.callbacks()), writers=writers, store=store, progress=progress,
             stop_asked=stop_asked, verbose=1 if person else 2),
         machinery, _mode(machinery, config, ready.plan.shards.size))
     history = trainer.fit()
@@ -153,6 +158,9 @@ def _prepare(job: Job, config: TrainConfig, cluster: Cluster) -> _Prepared:
     """Data, model and plan: all that needs no server."""
     keras.utils.set_random_seed(config.seed)
     splits = splits_of(job.data())
+    for source in (splits.train, splits.validation):
+        if source is not None:
+            check_source(source)
     model = job.model()
     keras_parts.check_model(model)
     build_model(model, splits.train)

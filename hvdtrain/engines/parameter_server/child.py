@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdtrain import log
@@ -25,6 +26,7 @@ from hvdtrain.world.world import World
 FEED = "hvdtrain"
 """The name under which the worker of a process reads data."""
 _PR_SET_PDEATHSIG = 1
+_MARK = ".hvdtrain-ps-run"
 
 
 def world_of(assignment: Assignment) -> World:
@@ -98,9 +100,9 @@ def _train(assignment: Assignment, job: Job, config: TrainConfig, guarded: Guard
            dry_run: bool) -> Any:
     from hvdtrain.engines.parameter_server import tf_seam
     from hvdtrain.engines.parameter_server.chief import Cluster, train
-    if assignment.starts:
-        # A run that was begun goes on; nothing of it is deleted.
-        config = replace(config, resume=config.output is not None, overwrite=False)
+    if assignment.starts and has_begun(config.output, assignment.run):
+        # What was begun goes on, and nothing of it is deleted.
+        config = replace(config, resume=True, overwrite=False)
     names = ["the chief", *(f"worker {i}" for i in range(assignment.workers)),
              *(f"server {i}" for i in range(assignment.servers)), "the evaluator"]
     cluster = Cluster(
@@ -116,7 +118,8 @@ def _train(assignment: Assignment, job: Job, config: TrainConfig, guarded: Guard
     watch.start()
     try:
         return train(job, config, cluster, world=world, progress=progress,
-                     stop_asked=lambda: guarded.stop.requested, dry_run=dry_run)
+                     stop_asked=lambda: guarded.stop.requested, dry_run=dry_run,
+                     opened=lambda: mark_begun(config.output, assignment.run))
     except Exception as error:
         if not tf_seam.means_lost_server(error):
             raise
@@ -126,6 +129,18 @@ def _train(assignment: Assignment, job: Job, config: TrainConfig, guarded: Guard
         os._exit(EXIT_PARAMETERS_LOST)
     finally:
         watch.close()
+
+
+def mark_begun(output: Path | None, run: str) -> None:
+    """Note that this run has opened the output folder."""
+    if output is not None:
+        (output / _MARK).write_text(run)
+
+
+def has_begun(output: Path | None, run: str) -> bool:
+    """Whether this run, and not only a former one, has opened the output folder."""
+    return output is not None and (output / _MARK).is_file() and (
+        (output / _MARK).read_text() == run)
 
 
 def input_has_ended() -> threading.Event:

@@ -21,6 +21,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.source import ArraySource, DataSplits, Source
 from hvdtrain.engines.parameter_server import tf_seam
+from hvdtrain.errors import DataError
 from hvdtrain.train.fit import as_source
 
 Rows = np.ndarray[Any, Any]
@@ -28,7 +29,16 @@ _MARK = "hvdtrain cannot read "
 
 
 def shard_plan(source: Source, config: TrainConfig, replicas: int) -> ShardPlan:
-    """Which samples belong to which batch: the plan of `replicas` ranks of allreduce."""
+    """Which samples belong to which batch: the plan of `replicas` ranks of allreduce.
+
+    Raises:
+        DataError: Fewer samples than gradients per update.
+    """
+    if len(source) < replicas:
+        raise DataError(
+            f"There are {len(source)} training samples for {replicas} gradients per update; each "
+            f"needs at least one. Give at most --ps-replicas {len(source)}, fewer workers, or "
+            "more data.")
     return ShardPlan(samples=len(source), rank=0, size=replicas,
                      batch_per_rank=config.batch_per_rank, seed=config.seed,
                      shuffle=config.shuffle, remainder=config.remainder)

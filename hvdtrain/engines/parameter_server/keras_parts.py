@@ -50,6 +50,10 @@ def check_model(model: Any) -> None:
         raise ConfigError(f"{type(model).__name__} has a train_step of its own, which engine ps "
                           "cannot take apart. Override compute_loss or compute_metrics. "
                           f"{instead}")
+    if getattr(optimizer, "ema_overwrite_frequency", None):
+        raise ConfigError("Engine ps does not overwrite the weights by their average within the "
+                          "training (ema_overwrite_frequency). Leave it out: use_ema alone sets "
+                          f"them at the end. {instead}")
     if getattr(optimizer, "gradient_accumulation_steps", None):
         raise ConfigError("Engine ps does not accumulate gradients "
                           "(gradient_accumulation_steps). Give a larger batch_per_rank, or more "

@@ -180,7 +180,7 @@ class ServerParameters:
         values_of = tf.dynamic_partition(values, owner, len(shards))
         return {self.holders.index(shard): tf.IndexedSlices(
             tf.cast(values_of[i], self._wire), rows_of[i] - shard.pieces[0].start,
-            shard.variable.shape) for i, shard in enumerate(shards)}
+            tf.constant(tuple(shard.variable.shape), tf.int64)) for i, shard in enumerate(shards)}
 
     def received(self, number: int, gradient: Any) -> Any:
         """A gradient from `send` or `send_rows`, on its server in the type of the parameter."""

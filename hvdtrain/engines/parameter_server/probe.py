@@ -7,6 +7,7 @@ which parameters get a gradient, which tables are read only row by row, and whic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,9 @@ import tensorflow as tf
 
 from hvdtrain.engines.parameter_server import keras_parts
 from hvdtrain.errors import ConfigError
+
+_SMALL = 1024
+"""So many numbers are cheap enough to be read in every step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +31,7 @@ class ModelParts:
     tables: tuple[Any, ...]
     """Layers whose table is read row by row; the tables are among `trained`."""
     state: tuple[Any, ...]
-    """Not trained, but changed by a step."""
+    """Not trained, but changed by a step, or small enough that a callback's change can count."""
     constant: tuple[Any, ...]
     """Neither."""
     metrics: tuple[Any, ...]
@@ -89,12 +93,13 @@ def take_apart(model: Any, signature: Any, *, sparse: bool) -> ModelParts:
     if not trained:
         raise ConfigError("No variable of the model gets a gradient from its loss. Check the loss "
                           "and which layers are trainable.")
-    return ModelParts(
-        trained=trained, tables=tuple(layers), metrics=tuple(trace.metrics),
-        state=tuple(v for v, changed in zip(trace.others, trace.changes, strict=True) if changed),
-        constant=(*(v for v in trace.trainable if not _is_among(v, trained)),
-                  *(v for v, changed in zip(trace.others, trace.changes, strict=True)
-                    if not changed)))
+    kept: dict[bool, list[Any]] = {False: [], True: []}
+    unused = [v for v in trace.trainable if not _is_among(v, trained)]
+    for variable, changed in [*((v, False) for v in unused),
+                              *zip(trace.others, trace.changes, strict=True)]:
+        kept[changed or math.prod(variable.shape) <= _SMALL].append(variable)
+    return ModelParts(trained=trained, tables=tuple(layers), metrics=tuple(trace.metrics),
+                      state=tuple(kept[True]), constant=tuple(kept[False]))
 
 
 class _Trace:
@@ -143,9 +148,19 @@ class _Trace:
         unused = [not value.consumers() for value in self._inputs]
         self.has_gradient = [not u and g is not None for u, g in zip(
             unused, tape.gradient(loss, self._inputs), strict=True)]
+        self._refuse_assignments(scope)
         others = values[len(self.trainable):len(self.trainable) + len(self.others)]
         self.changes = [scope.get_current_value(v) is not value
                         for v, value in zip(self.others, others, strict=True)]
+
+    def _refuse_assignments(self, scope: Any) -> None:
+        """What a layer assigns to a trained variable in a step is not a gradient."""
+        for variable, value in zip(self.trainable, self._inputs, strict=True):
+            if scope.get_current_value(variable) is not value:
+                raise ConfigError(
+                    f"A step assigns {variable.path}, which is trained (as SpectralNormalization "
+                    "does). Engine ps moves gradients only. Use the engine allreduce "
+                    "(--engine allreduce).")
 
 
 def _is_among(variable: Any, variables: Sequence[Any]) -> bool:

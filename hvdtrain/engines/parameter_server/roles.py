@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hvdtrain.engine_config import PsConfig
@@ -101,6 +102,8 @@ class Assignment:
     threads: int = 1
     starts: int = 0
     """How often this role was started before."""
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Tells this run from a former one in the same output folder."""
 
     @property
     def workers(self) -> int:

@@ -16,6 +16,7 @@ from hvdtrain.engines.parameter_server.parameters import Array, ServerParameters
 from hvdtrain.engines.parameter_server.probe import ModelParts, forward
 from hvdtrain.errors import ConfigError
 from hvdtrain.optim.reducer import merge_rows
+from hvdtrain.train.metrics import as_figures
 
 _MOST_CONSTANT_BYTES = 1 << 30
 """Constants travel inside the function, whose message may have 2 GiB."""
@@ -139,7 +140,7 @@ class MetricStates:
                 keras.backend.standardize_dtype(variable.dtype)))
         found = self._model.get_metrics_result()
         self._model.reset_metrics()
-        return {name: float(np.asarray(value).mean()) for name, value in found.items()}
+        return as_figures(found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,6 +90,9 @@ class Supervisor:
     def _watch(self) -> int:
         while True:
             code = self._child.poll()
+            if code is not None and self._told_to_stop and code == -signal.SIGTERM:
+                self._say("was told to stop before the training began")
+                return self._finish(EXIT_STOPPED)
             if code is not None and self._is_final(code):
                 return self._finish(code)
             if code is not None:
@@ -132,6 +135,7 @@ class Supervisor:
                 "(memory, other jobs), then go on with --resume.")
         self._say(f"{why}; started again ({self._lost} of {budget})")
         self._close_input()
+        self._told_to_stop = False
         self._assignment = replace(self._assignment, starts=self._lost)
         self._child = self._start()
         self._health = Health(self._assignment, self._hang_s)

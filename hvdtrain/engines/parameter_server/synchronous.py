@@ -98,10 +98,11 @@ class Synchronous:
             found = m.step.gradients(data, number, m.metrics.begin())
             sent = m.parameters.send(found.dense)
             for handle, holder in zip(handles, self._dense, strict=True):
-                with tf.device(m.parameters.holders[holder].device):
+                variable = m.parameters.holders[holder].variable.value
+                with tf.device(variable.device):
                     tf.raw_ops.ResourceAccumulatorApplyGradient(
-                        handle=handle, local_step=local_step,
-                        gradient=m.parameters.received(holder, sent[holder]))
+                        handle=handle, local_step=local_step, gradient=tf.cast(
+                            sent[holder], tf_seam.accumulated_dtype(variable)))
             return (m.metrics.gained(found.metrics), found.state_change,
                     [tensor for pair in found.rows for tensor in pair])
         result: tuple[Any, Any, list[Any]] = m.strategy.run(one)
@@ -115,7 +116,8 @@ class Synchronous:
             for position, number in enumerate(self._dense):
                 with tf.device(p.holders[number].device):
                     taken = [own[position].take_grad(1) for own in self._accumulators]
-                    mean = tf.add_n(taken) / len(taken)
+                    mean = tf.cast(tf.add_n(taken) / len(taken),
+                                   p.holders[number].variable.value.dtype)
                 mean.set_shape(p.holders[number].variable.shape)
                 gradients[number] = mean
             for i, layer in enumerate(p.parts.tables):

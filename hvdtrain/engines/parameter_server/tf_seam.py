@@ -198,5 +198,11 @@ def accumulator(like: Any) -> Any:
     with tf.device(like.device):
         # Without a name of its own it would be the same object as every other one there.
         return tf.compat.v1.ConditionalAccumulator(
-            like.dtype, shape=like.shape, reduction_type="MEAN",
+            accumulated_dtype(like), shape=like.shape, reduction_type="MEAN",
             shared_name=f"hvdtrain_{uuid.uuid4().hex}")
+
+
+def accumulated_dtype(like: Any) -> Any:
+    """The type in which gradients of a variable wait; there is none for bfloat16."""
+    known = (tf.float16, tf.float32, tf.float64)
+    return like.dtype if like.dtype in known else tf.float32

@@ -42,7 +42,8 @@ class Run:
     begin: RunState
     validation: Source | None
     callbacks: Sequence[Any]
-    """The user's, and then the writers."""
+    """The user's."""
+    writers: Sequence[Any]
     store: CheckpointStore | None
     progress: Progress
     stop_asked: Callable[[], bool]
@@ -65,7 +66,7 @@ class Trainer:
         self._callbacks: Any = None
         self._epoch = run.begin.epoch
         self._gained = machinery.metrics.nothing()
-        self._told = 0
+        self._told = self._begun = 0
         self._pushed_rate: float | None = None
 
     def fit(self) -> dict[str, list[float]]:
@@ -81,11 +82,11 @@ class Trainer:
         run, model = self._run, self._run.model
         history = keras.callbacks.History()
         self._callbacks = keras.callbacks.CallbackList(
-            [*run.callbacks, history], model=model,
+            [*run.callbacks, *run.writers, history], model=model,
             add_progbar=run.verbose != 0, verbose=run.verbose, epochs=self._config.epochs,
             steps=run.plan.shards.steps)
         model.stop_training = False
-        self._callbacks.on_train_begin()
+        self._heeding("on_train_begin", self._callbacks.on_train_begin)
         logs: dict[str, float] = {}
         first_step = run.plan.shards.step_after(run.begin.samples)
         for epoch in range(run.begin.epoch, self._config.epochs):
@@ -108,13 +109,14 @@ class Trainer:
     def _train_epoch(self, epoch: int, first_step: int) -> dict[str, float]:
         run, steps = self._run, self._run.plan.shards.steps
         self._epoch, self._gained, self._told = epoch, self._begin_metrics(first_step), first_step
-        self._callbacks.on_epoch_begin(epoch)
-        self._push_rate()
+        self._heeding("on_epoch_begin", lambda: self._callbacks.on_epoch_begin(epoch))
+        self._begin_batch(first_step)
         done = self._mode.run(epoch, first_step, steps, epoch * steps, self._report)
         self._m.coordinator.join()
         run.progress.advance(f"the end of epoch {epoch + 1}")
         with run.progress.phase("copying the parameters from the servers"):
             self.pull()
+        self._refuse_weights_that_are_not_finite()
         if run.stop_asked() and done < steps:
             self._stop(done)
         logs = self._m.metrics.results(self._gained)
@@ -122,11 +124,8 @@ class Trainer:
         if run.validation is not None:
             with run.progress.phase("evaluating"):
                 logs |= {f"val_{k}": v for k, v in self._validate(run.validation).items()}
-        before = digests(run.model.variables)
         with run.progress.phase("in the callbacks at the end of an epoch"):
-            self._callbacks.on_epoch_end(epoch, logs)
-        if digests(run.model.variables) != before:
-            self._push_model()
+            self._heeding("on_epoch_end", lambda: self._callbacks.on_epoch_end(epoch, logs))
         if run.stop_asked() and epoch + 1 < self._config.epochs:
             self._epoch = epoch + 1
             self._gained = self._m.metrics.nothing()
@@ -153,12 +152,54 @@ class Trainer:
                 f"The loss, or a metric, is not finite between steps {self._told + 1} and {done} "
                 f"of epoch {self._epoch + 1}. Lower the learning rate, clip gradients "
                 "(global_clipnorm), or look at the data. --no-stop-on-nan goes on regardless.")
+        logs = self._m.metrics.results(self._gained) if self._wants("on_train_batch_end") else {}
         for step in range(self._told, done):
-            self._callbacks.on_train_batch_begin(step)
-            self._callbacks.on_train_batch_end(step)
+            if step >= self._begun:
+                self._callbacks.on_train_batch_begin(step)
+            self._callbacks.on_train_batch_end(step, logs)
         self._told = done
+        if self._run.stop_asked() or self._run.model.stop_training:
+            return False
+        if done < self._run.plan.shards.steps:
+            self._begin_batch(done)
+        return True
+
+    def _begin_batch(self, step: int) -> None:
+        """Before a batch is sent: a rate that a callback sets for it counts."""
+        self._callbacks.on_train_batch_begin(step)
+        self._begun = step + 1
         self._push_rate()
-        return not self._run.stop_asked() and not self._run.model.stop_training
+
+    def _wants(self, hook: str) -> bool:
+        """Whether a callback of the user's has a method of its own for this."""
+        old = {"on_train_batch_begin": "on_batch_begin", "on_train_batch_end": "on_batch_end"}
+        return any(getattr(type(callback), name, None) is not getattr(
+            keras.callbacks.Callback, name) for callback in self._run.callbacks
+            for name in (hook, old.get(hook, hook)))
+
+    def _heeding(self, hook: str, call: Callable[[], None]) -> None:
+        """Call callbacks, and bring to the servers what they change in model and optimizer.
+
+        Raises:
+            TrainingError: A callback changed what workers hold as a constant.
+        """
+        if not self._wants(hook):
+            call()
+            return
+        model, constants = self._run.model, self._m.parameters.parts.constant
+        rate = keras_seam.rate_variable(model.optimizer)
+        watched = [v for v in (*model.variables, *model.optimizer.variables) if v is not rate]
+        before, fixed = digests(watched), digests(constants)
+        call()
+        now = digests(constants)
+        if now != fixed:
+            name = next(n for n, a, b in zip(now.names, now.values, fixed.values, strict=True)
+                        if a != b)
+            raise TrainingError(
+                f"A callback has changed {name} in {hook}. It is not trained, and engine ps has "
+                "sent it to the workers once. Use the engine allreduce (--engine allreduce).")
+        if digests(watched) != before:
+            self._push_model()
 
     def _push_rate(self) -> None:
         """A learning rate that a callback has set on the chief counts on the servers."""
@@ -175,10 +216,22 @@ class Trainer:
         for variable, value in zip(p.variables, p.take_apart(values), strict=True):
             variable.value.assign(value)
         self._m.state.push()
+        self._m.optimizer.push()
+
+    def _refuse_weights_that_are_not_finite(self) -> None:
+        """A layer may swallow what is not finite, so that no loss tells of it."""
+        if self._config.stop_on_nan:
+            for variable in self._m.parameters.parts.trained:
+                if not np.isfinite(np.asarray(variable.numpy(), np.float64).sum()):
+                    raise TrainingError(
+                        f"{variable.path} is not finite at the end of epoch {self._epoch + 1}. "
+                        "Look for inputs that are not finite, lower the learning rate, or clip "
+                        "gradients (global_clipnorm). --no-stop-on-nan goes on regardless.")
 
     def _validate(self, validation: Source) -> dict[str, float]:
         model, batch = self._run.model, self._config.batch_per_rank
-        if self._config.ps.evaluation == "direct":
+        own = type(model).test_step is not keras.Model.test_step
+        if own or self._config.ps.evaluation == "direct":
             dataset = evaluation_dataset(validation, np.arange(len(validation)), batch)
             found = model.evaluate(dataset, verbose=0, return_dict=True)
             model.reset_metrics()
