@@ -119,7 +119,8 @@ class Asynchronous:
     def _for_servers(self, found: Gradients) -> list[Any]:
         """Clipped here, where the gradients are whole, and then sent."""
         p, tables = self._m.parameters, self._m.parameters.parts.tables
-        slices = [tf.IndexedSlices(values, rows, tf.constant(tuple(layer._embeddings.shape), tf.int64))
+        slices = [tf.IndexedSlices(values, rows,
+                                   tf.constant(tuple(layer._embeddings.shape), tf.int64))
                   for layer, (rows, values) in zip(tables, found.rows, strict=True)]
         clipped = self._m.optimizer.clip([*found.dense, *slices])
         sent = p.send(clipped[:len(found.dense)])

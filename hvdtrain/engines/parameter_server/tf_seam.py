@@ -81,6 +81,9 @@ def connect(cluster: Mapping[str, Sequence[str]], task: str | None = "chief") ->
 def disconnect(coordinator: Any) -> None:
     """End the coordinator's threads. Its closures must have ended."""
     coordinator._cluster.stop()
+    for worker in coordinator._cluster.workers:
+        # What was cancelled has been told; the garbage collector would raise it once more.
+        worker.executor.clear_error()
 
 
 def serve(cluster: Mapping[str, Sequence[str]], kind: str, index: int, *, threads: int) -> Any:
