@@ -81,8 +81,9 @@ def make_job(name, steps):
 
 
 def serve(spec, kind, index, name, steps):
+    from hvdtrain.data.source import splits_of
     from hvdtrain.engines.parameter_server import tf_seam
-    from hvdtrain.engines.parameter_server.feeding import Reader, splits_of
+    from hvdtrain.engines.parameter_server.feeding import Reader
     from hvdtrain.runtime.usage import start_usage
     start_usage(f"{kind}{index}", os.environ)
     if kind == "worker":
@@ -121,8 +122,9 @@ def chief_ps(spec, name, steps):
 
 
 def chief_stock(spec, name, steps):
+    from hvdtrain.data.source import splits_of
     from hvdtrain.engines.parameter_server import tf_seam
-    from hvdtrain.engines.parameter_server.feeding import Feed, splits_of
+    from hvdtrain.engines.parameter_server.feeding import Feed
     strategy, coordinator = tf_seam.connect(spec, None)
     import keras
     import tensorflow as tf

@@ -46,6 +46,7 @@ def fit_on_this_rank(target: str, changes: dict[str, Any], *, dry_run: bool) -> 
                                        stop_asked=lambda: guarded.stop.requested,
                                        dry_run=dry_run)
         else:
+            start_usage(f"rank{world.rank}", os.environ)
             result = _with_allreduce(job, config, guarded, dry_run=dry_run)
         if result is not None and world.is_chief and not dry_run:
             print(summary(result), flush=True)  # noqa: T201 - promised output
@@ -94,7 +95,6 @@ def _own_command() -> list[str]:
 
 def _with_allreduce(job: Job, config: TrainConfig, guarded: guard.Guard, *, dry_run: bool) -> Any:
     from hvdtrain.session import init
-    start_usage(f"rank{detect_world(os.environ).rank}", os.environ)
     session = init(collective=config.collective, hang_timeout_s=config.hang_timeout_s)
     result = run_job(job, config, session, dry_run=dry_run,
                      stop_asked=lambda: guarded.stop.requested)

@@ -37,13 +37,12 @@ def run_job(job: Job, config: TrainConfig, session: Session, *,
     """
     import keras
 
-    from hvdtrain.data.source import DataSplits
+    from hvdtrain.data.source import splits_of
     from hvdtrain.optim import DistributedOptimizer, ReducerOptions
     from hvdtrain.train.fit import fit
     keras.utils.set_random_seed(config.seed)
     with session.progress.phase("building data and model"):
-        data = job.data()
-        splits = data if isinstance(data, DataSplits) else DataSplits(train=data)
+        splits = splits_of(job.data())
         model = job.model()
     if getattr(model, "optimizer", None) is not None:
         DistributedOptimizer(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -93,6 +93,30 @@ def from_mapping(cls: type[ConfigT], values: Mapping[str, Any], *, where: str) -
         return cls(**converted)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def refuse_differences(everyone: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """Compare the settings of all ranks with those of the first.
+
+    Args:
+        everyone: For each rank, values by name.
+        names: What each rank is called in the message.
+
+    Raises:
+        ConfigError: Naming the first rank and setting that differ.
+    """
+    for name, theirs in zip(names, everyone, strict=True):
+        for key, value in everyone[0].items():
+            if theirs[key] != value:
+                raise ConfigError(
+                    f"The ranks were given different settings: {key} is {value} on {names[0]} and "
+                    f"{theirs[key]} on {name}. Give every rank the same command line, job file "
+                    "and data.")
+
+
+def settings_of(config: Any) -> dict[str, str]:
+    """The fields of a config dataclass as text, to be compared or shown."""
+    return {field.name: str(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
 def replace(config: ConfigT, **changes: Any) -> ConfigT:

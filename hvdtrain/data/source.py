@@ -99,6 +99,19 @@ class ArraySource(Source):
         return tf.nest.map_structure(lambda a: np.asarray(a[rows]), self._data)
 
 
+def as_source(data: Any, name: str) -> Any:
+    """Arrays as a source; a source and None as they are."""
+    return data if data is None or isinstance(data, Source) else ArraySource(data, name=name)
+
+
+def splits_of(data: Any) -> DataSplits:
+    """What `Job.data` returns, as sources."""
+    if not isinstance(data, DataSplits):
+        data = DataSplits(train=data)
+    return DataSplits(train=as_source(data.train, "train"),
+                      validation=as_source(data.validation, "validation"))
+
+
 def check_source(source: Source) -> None:
     """Read one sample and compare it with what the source says of itself.
 

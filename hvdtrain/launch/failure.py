@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hvdtrain.world.failure import FailureRecord, is_secondary
+from hvdtrain.world.failure import FailureRecord, is_secondary, signal_name
 
 # What TensorFlow and its libraries print at start whatever TF_CPP_MIN_LOG_LEVEL says.
 _NOISE = re.compile(
@@ -63,14 +63,6 @@ class RankEnd:
         if self.record is not None and self.record.error:
             words += f", {self.record.error}: {' '.join(self.record.message.split())}"
         return words
-
-
-def signal_name(number: int) -> str:
-    """`SIGTERM` for 15; the number for one that has no name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def is_noise(line: str) -> bool:

@@ -17,11 +17,12 @@ from contextlib import suppress
 
 from hvdtrain.errors import EXIT_RUN_FAILED, EXIT_STOPPED, LaunchError
 from hvdtrain.launch.console import Console
-from hvdtrain.launch.failure import RankEnd, first_failure, last_lines, name_cause, signal_name
+from hvdtrain.launch.failure import RankEnd, first_failure, last_lines, name_cause
 from hvdtrain.launch.native import EXIT_TIMEOUT
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.signals import SignalInbox
 from hvdtrain.launch.starter_words import RANK_LINES, StarterWords
+from hvdtrain.world.failure import signal_name
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.1

@@ -18,10 +18,11 @@ from typing import Any
 from hvdtrain.errors import EXIT_STOPPED
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.crew import Crew
-from hvdtrain.launch.failure import RankEnd, describe, first_failure, signal_name
+from hvdtrain.launch.failure import RankEnd, describe, first_failure
 from hvdtrain.launch.link import AgentLink, StartProcess
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.signals import SignalInbox
+from hvdtrain.world.failure import signal_name
 
 EXIT_TIMEOUT = 124
 EXIT_HOST_LOST = 255

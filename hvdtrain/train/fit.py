@@ -13,7 +13,6 @@ Who owns what:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ import hvdtrain
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.pipeline import evaluation_dataset, training_dataset
 from hvdtrain.data.shard import ShardPlan, evaluation_rows
-from hvdtrain.data.source import ArraySource, Source, check_source
+from hvdtrain.data.source import Source, as_source, check_source
 from hvdtrain.errors import OptimizerError
 from hvdtrain.log import get_logger
 from hvdtrain.optim import keras_seam, state
@@ -37,7 +36,7 @@ from hvdtrain.train.callbacks.coordinator import Coordinator, StopAgreement
 from hvdtrain.train.callbacks.mid_epoch import GoOn, StopSaver, skip_steps
 from hvdtrain.train.checkpoint import CheckpointStore, RunState
 from hvdtrain.train.output import make_writers, open_output, resume, save_final
-from hvdtrain.train.plan import TrainPlan, compare_settings, rank_texts
+from hvdtrain.train.plan import TrainPlan, compare_settings, make_plan, rank_texts, verbosity
 from hvdtrain.train.reading import watched
 
 
@@ -105,7 +104,9 @@ def _fit(model: Any, train: Source | Any, validation: Source | Any | None, confi
         remainder=config.remainder)
     build_model(model, train)
     fit_steps_per_execution(model, session, shards.steps)
-    plan = _make_plan(model, session, config, shards, validation, job)
+    plan = make_plan(model, shards, config, job=job, validation=validation,
+                     ranks=rank_texts(session),
+                     collective=f"{session.collective.name} ({session.choice.reason})")
     if session.world.is_chief:
         print(f"hvdtrain plan\n{plan.render()}", flush=True)  # noqa: T201 - promised output
     if dry_run:
@@ -120,11 +121,6 @@ def _fit(model: Any, train: Source | Any, validation: Source | Any | None, confi
     session.progress.enter("saving the final model")
     return FitResult(history=history, first_epoch=begin.epoch,
                      model_path=save_final(model, session, config))
-
-
-def as_source(data: Any, name: str) -> Any:
-    """Arrays as a source; a source and None as they are."""
-    return data if data is None or isinstance(data, Source) else ArraySource(data, name=name)
 
 
 def _prepare_optimizer(model: Any, session: Session) -> None:
@@ -171,19 +167,6 @@ def fit_steps_per_execution(model: Any, session: Session, steps: int) -> None:
             "multiple of it. The result is the same.", fitting, asked, steps)
 
 
-def _make_plan(model: Any, session: Session, config: TrainConfig, shards: ShardPlan,
-               validation: Source | None, job: str) -> TrainPlan:
-    optimizer = model.optimizer
-    return TrainPlan(
-        job=job, shards=shards, config=config, optimizer=type(optimizer).__name__,
-        lr=schedule.plan_learning_rate(
-            shards.size, config.lr_scaling, config.warmup_epochs, shards.steps),
-        base_rate=schedule.base_rate(optimizer), parameters=int(model.count_params()),
-        validation_samples=0 if validation is None else len(validation),
-        ranks=rank_texts(session),
-        collective=f"{session.collective.name} ({session.choice.reason})")
-
-
 def first_step_of(model: Any, plan: TrainPlan, begin: RunState) -> int:
     """The step of the first epoch to begin with; whole calls of the train function only."""
     step: int = plan.shards.step_after(begin.samples)
@@ -212,12 +195,9 @@ def _train(model: Any, train: Source, validation: Source | None, session: Sessio
     if first_step:
         keras_seam.build_metrics(model, train.read(np.zeros(1, np.int64)))
         skip_steps(model, first_step)
-    # Open MPI gives the chief a terminal of its own even where the output goes to a file.
-    person = sys.stdout.isatty() and session.world.starter == "single"
-    verbose = 0 if not session.world.is_chief else 1 if person else 2
     history = model.fit(
         dataset, epochs=config.epochs, initial_epoch=begin.epoch,
-        steps_per_epoch=plan.shards.steps, shuffle=False, verbose=verbose,
+        steps_per_epoch=plan.shards.steps, shuffle=False, verbose=verbosity(session.world),
         callbacks=[GoOn(begin, is_chief=session.world.is_chief), coordinator, *callbacks, stop,
                    *writers])
     return dict(history.history)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import sys
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +14,12 @@ from hvdtrain.collectives.base import Collective
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.source import Source
-from hvdtrain.errors import ConfigError
 from hvdtrain.optim.distributed import state_of
 from hvdtrain.optim.keras_seam import leaf_optimizers
 from hvdtrain.session import Session
-from hvdtrain.train.schedule import LrPlan
+from hvdtrain.settings import refuse_differences, settings_of
+from hvdtrain.train.schedule import LrPlan, base_rate, plan_learning_rate
+from hvdtrain.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,40 @@ class TrainPlan:
                 f"{self.validation_samples:,} for validation")
 
 
+def make_plan(model: Any, shards: ShardPlan, config: TrainConfig, *, job: str,
+              validation: Source | None, ranks: tuple[str, ...], collective: str = "",
+              party: str = "rank", details: tuple[tuple[str, str], ...] = ()) -> TrainPlan:
+    """The plan of a compiled, built model. Before its learning rate is scaled.
+
+    Args:
+        model: The model.
+        shards: Which samples belong to which step, and how many gradients an update has.
+        config: How to train.
+        job: String, its name.
+        validation: The validation data, or None.
+        ranks: As the field of `TrainPlan`; so are the others.
+        collective: See there.
+        party: See there.
+        details: See there.
+    """
+    optimizer = model.optimizer
+    return TrainPlan(
+        job=job, shards=shards, config=config, optimizer=type(optimizer).__name__,
+        lr=plan_learning_rate(shards.size, config.lr_scaling, config.warmup_epochs, shards.steps),
+        base_rate=base_rate(optimizer), parameters=int(model.count_params()),
+        validation_samples=0 if validation is None else len(validation),
+        ranks=ranks, collective=collective, party=party, details=details)
+
+
+def verbosity(world: World) -> int:
+    """`verbose` of Keras for this rank: a bar for a person, lines for a program, else nothing.
+
+    Open MPI gives the chief a terminal of its own even where the output goes to a file.
+    """
+    person = sys.stdout.isatty() and world.starter == "single"
+    return 0 if not world.is_chief else 1 if person else 2
+
+
 def _group(ranks: tuple[str, ...]) -> str:
     """Ranks with the same text together: `0-3 hosta: CPU, 2 CPU threads`."""
     groups: list[tuple[int, int, str]] = []
@@ -88,8 +123,7 @@ def compare_settings(collective: Collective, config: TrainConfig, train: Source,
     Raises:
         ConfigError: On every rank, naming the first rank and setting that differ.
     """
-    mine: dict[str, Any] = {f.name: str(getattr(config, f.name))
-                            for f in dataclasses.fields(config)}
+    mine: dict[str, Any] = dict(settings_of(config))
     mine["number of training samples"] = len(train)
     mine["checksum of three training samples"] = _sample_checksum(train)
     # A rank that made one distributed optimizer more would wait for the others for ever.
@@ -97,13 +131,7 @@ def compare_settings(collective: Collective, config: TrainConfig, train: Source,
         hooked.name for leaf in [optimizer, *leaf_optimizers(optimizer)]
         if (hooked := state_of(leaf)) is not None)
     everyone = collective.gather_objects(mine)
-    for rank, theirs in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if theirs[name] != value:
-                raise ConfigError(
-                    f"The ranks were given different settings: {name} is {value} on rank 0 and "
-                    f"{theirs[name]} on rank {rank}. Give every rank the same command line, job "
-                    "file and data.")
+    refuse_differences(everyone, [f"rank {rank}" for rank in range(len(everyone))])
 
 
 def _sample_checksum(train: Source) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from dataclasses import asdict, dataclass
 
 REPORT_VARIABLE = "HVDTRAIN_REPORT"
@@ -55,3 +56,11 @@ class FailureRecord:
 def is_secondary(text: str) -> bool:
     """Whether an error text is one that a rank prints because another rank has gone."""
     return _SECONDARY.search(text) is not None
+
+
+def signal_name(number: int) -> str:
+    """`SIGTERM` for 15; the number for one that has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

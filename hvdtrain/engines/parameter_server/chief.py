@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +13,13 @@ import tensorflow as tf
 from hvdtrain.collectives.select import Choice
 from hvdtrain.collectives.single import SingleCollective
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.source import DataSplits, check_source
+from hvdtrain.data.source import DataSplits, check_source, splits_of
 from hvdtrain.engines.parameter_server import keras_parts, placement, tf_seam
 from hvdtrain.engines.parameter_server.asynchronous import Asynchronous, Machinery
 from hvdtrain.engines.parameter_server.feeding import (
     Feed,
     reading_error,
     shard_plan,
-    splits_of,
 )
 from hvdtrain.engines.parameter_server.parameters import ServerParameters
 from hvdtrain.engines.parameter_server.probe import ModelParts, take_apart
@@ -37,7 +35,7 @@ from hvdtrain.session import Session
 from hvdtrain.train import schedule
 from hvdtrain.train.fit import FitResult, build_model
 from hvdtrain.train.output import make_writers, open_output, resume, save_final
-from hvdtrain.train.plan import TrainPlan
+from hvdtrain.train.plan import TrainPlan, make_plan, verbosity
 from hvdtrain.world import World
 
 
@@ -133,8 +131,6 @@ def _train(job: Job, ready: _Prepared, config: TrainConfig, cluster: Cluster, se
            opened: Callable[[], None]) -> FitResult:
     progress, store = session.progress, open_output(session, config)
     opened()
-    # Under a starter the output is read by a program, or mixed with that of other ranks.
-    person = sys.stdout.isatty() and session.world.starter == "single"
     rate = keras_seam.rate_variable(ready.model.optimizer)
     if rate is not None:
         rate.assign(rate * ready.plan.lr.scale)
@@ -146,7 +142,7 @@ def _train(job: Job, ready: _Prepared, config: TrainConfig, cluster: Cluster, se
     trainer = Trainer(
         Run(model=ready.model, plan=ready.plan, begin=begin, validation=ready.splits.validation,
             callbacks=tuple(job.callbacks()), writers=writers, store=store, progress=progress,
-            stop_asked=stop_asked, verbose=1 if person else 2),
+            stop_asked=stop_asked, verbose=verbosity(session.world)),
         machinery, _mode(machinery, config, ready.plan.shards.size))
     history = trainer.fit()
     progress.enter("saving the final model")
@@ -186,13 +182,9 @@ def _plan(name: str, model: Any, splits: DataSplits, parts: ModelParts, config: 
     how = "fused" if fused else "each variable of its own"
     tables = f", {len(parts.tables)} embedding tables row by row" if parts.tables else ""
     lines = placement.render(parameters, pieces, cluster.servers)
-    return TrainPlan(
-        job=name, shards=shards, config=config, optimizer=type(model.optimizer).__name__,
-        lr=schedule.plan_learning_rate(replicas, config.lr_scaling, config.warmup_epochs,
-                                       shards.steps),
-        base_rate=schedule.base_rate(model.optimizer), parameters=int(model.count_params()),
-        validation_samples=0 if splits.validation is None else len(splits.validation),
-        ranks=cluster.texts, collective="", party="gradient",
+    return make_plan(
+        model, shards, config, job=name, validation=splits.validation, ranks=cluster.texts,
+        party="gradient",
         details=(("engine", f"parameter servers, {_mode_words(config, cluster.workers)}"),
                  ("placement", f"{ps.placement} by bytes, {how}{tables}"
                   if ps.placement == "greedy" else f"{ps.placement}, {how}{tables}"),

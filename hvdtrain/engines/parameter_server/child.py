@@ -85,7 +85,8 @@ def _serve(assignment: Assignment, job: Job, config: TrainConfig) -> NoReturn:
     """Serve until the supervisor closes the input."""
     from hvdtrain.engines.parameter_server import tf_seam
     if assignment.role.kind == "worker":
-        from hvdtrain.engines.parameter_server.feeding import Reader, splits_of
+        from hvdtrain.data.source import splits_of
+        from hvdtrain.engines.parameter_server.feeding import Reader
         Reader(splits_of(job.data()), config,
                config.ps.replicas(assignment.workers)).register(FEED)
     server = tf_seam.serve(assignment.cluster, assignment.role.kind, assignment.role.index,

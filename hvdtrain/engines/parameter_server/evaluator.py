@@ -17,7 +17,7 @@ import numpy as np
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.pipeline import evaluation_dataset
-from hvdtrain.engines.parameter_server.feeding import splits_of
+from hvdtrain.data.source import splits_of
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.job import Job
 from hvdtrain.log import get_logger

@@ -22,7 +22,6 @@ from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.source import ArraySource, DataSplits, Source
 from hvdtrain.engines.parameter_server import tf_seam
 from hvdtrain.errors import DataError
-from hvdtrain.train.fit import as_source
 
 Rows = np.ndarray[Any, Any]
 _MARK = "hvdtrain cannot read "
@@ -42,14 +41,6 @@ def shard_plan(source: Source, config: TrainConfig, replicas: int) -> ShardPlan:
     return ShardPlan(samples=len(source), rank=0, size=replicas,
                      batch_per_rank=config.batch_per_rank, seed=config.seed,
                      shuffle=config.shuffle, remainder=config.remainder)
-
-
-def splits_of(data: Any) -> DataSplits:
-    """What `Job.data` returns, as sources."""
-    if not isinstance(data, DataSplits):
-        data = DataSplits(train=data)
-    return DataSplits(train=as_source(data.train, "train"),
-                      validation=as_source(data.validation, "validation"))
 
 
 class Reader:

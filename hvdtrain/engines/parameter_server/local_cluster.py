@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.engines.parameter_server.feeding import Reader, splits_of
+from hvdtrain.data.source import splits_of
+from hvdtrain.engines.parameter_server.feeding import Reader
 from hvdtrain.job import Job
 from hvdtrain.runtime.progress import Progress
 from hvdtrain.world import World

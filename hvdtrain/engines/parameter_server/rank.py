@@ -10,7 +10,7 @@ import os
 import random
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from hvdtrain.config import TrainConfig
@@ -21,10 +21,11 @@ from hvdtrain.engines.parameter_server.roles import (
     tf_config_roles,
 )
 from hvdtrain.engines.parameter_server.supervisor import Supervisor
-from hvdtrain.errors import ConfigError, WorldError
+from hvdtrain.errors import WorldError
 from hvdtrain.runtime.exchange import exchange, open_store
 from hvdtrain.runtime.stop import StopFlag
 from hvdtrain.runtime.watchdog.watchdog import own_addresses
+from hvdtrain.settings import refuse_differences, settings_of
 from hvdtrain.world.world import World
 
 _SCOPE = "hvdtrain.ps"
@@ -72,10 +73,11 @@ def supervise_role(config: TrainConfig, world: World, environ: Mapping[str, str]
     if not apart:
         own = _own_address(role, addresses, world, environ)
         names = [_name(r, n) for n, r in enumerate(roles)]
-        texts = exchange(store, world, "address", json.dumps([world.host, own, _settings(config)]),
-                         who=names, timeout_s=config.ps.start_timeout_s)
+        mine = json.dumps([world.host, own, settings_of(config)])
+        texts = exchange(store, world, "address", mine, who=names,
+                         timeout_s=config.ps.start_timeout_s)
         told = [json.loads(text) for text in texts]
-        _compare_settings([settings for *_, settings in told], names)
+        refuse_differences([settings for *_, settings in told], names)
         hosts = [host for host, *_ in told]
         addresses = addresses or _cluster(roles, [address for _, address, _ in told])
     assignment = Assignment(
@@ -84,20 +86,6 @@ def supervise_role(config: TrainConfig, world: World, environ: Mapping[str, str]
     return Supervisor(assignment, store, config.ps, argv,
                       {**environ, **_devices(world.rank, hosts, roles, environ)}, stop,
                       hang_s=config.hang_timeout_s).run()
-
-
-def _settings(config: TrainConfig) -> dict[str, str]:
-    return {field.name: str(getattr(config, field.name)) for field in fields(config)}
-
-
-def _compare_settings(everyone: Sequence[Mapping[str, str]], names: Sequence[str]) -> None:
-    for name, theirs in zip(names, everyone, strict=True):
-        for key, value in everyone[0].items():
-            if theirs.get(key) != value:
-                raise ConfigError(
-                    f"The ranks were given different settings: {key} is {value} on {names[0]} and "
-                    f"{theirs.get(key)} on {name}. Give every rank the same command line and job "
-                    "file.")
 
 
 def _name(role: Role, rank: int) -> str:

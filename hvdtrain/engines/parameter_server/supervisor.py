@@ -28,6 +28,7 @@ from hvdtrain.errors import EXIT_RUN_FAILED, EXIT_STOPPED, HvdtrainError, WorldE
 from hvdtrain.log import get_logger
 from hvdtrain.runtime.stop import StopFlag
 from hvdtrain.runtime.store import Store
+from hvdtrain.world.failure import signal_name
 
 ASSIGNMENT_VARIABLE = "HVDTRAIN_PS_ASSIGNMENT"
 """Holds an `Assignment` as JSON, in the environment of the process of a role."""
@@ -120,7 +121,7 @@ class Supervisor:
         Raises:
             RoleLostError: The budget is spent.
         """
-        why = (f"was killed by {_signal_name(-code)}" if code < 0 else
+        why = (f"was killed by {signal_name(-code)}" if code < 0 else
                "lost its connection to a server and the parameters there")
         # That a server was lost is counted by its own supervisor.
         self._lost += 1
@@ -225,10 +226,3 @@ class Supervisor:
 
     def _say(self, what: str) -> None:
         get_logger().warning("%s %s", self._name, what)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -189,16 +189,16 @@ class Trainer:
         model, constants = self._run.model, self._m.parameters.parts.constant
         rate = keras_seam.rate_variable(model.optimizer)
         watched = [v for v in (*model.variables, *model.optimizer.variables) if v is not rate]
-        before, fixed = digests(watched), digests(constants)
+        before = digests(watched).values
         call()
-        now = digests(constants)
-        if now != fixed:
-            name = next(n for n, a, b in zip(now.names, now.values, fixed.values, strict=True)
-                        if a != b)
+        changed = [v for v, a, b in zip(watched, before, digests(watched).values, strict=True)
+                   if a != b]
+        fixed = next((v for v in changed if any(v is c for c in constants)), None)
+        if fixed is not None:
             raise TrainingError(
-                f"A callback has changed {name} in {hook}. It is not trained, and engine ps has "
-                "sent it to the workers once. Use the engine allreduce (--engine allreduce).")
-        if digests(watched) != before:
+                f"A callback has changed {fixed.path} in {hook}. It is not trained, and engine ps "
+                "has sent it to the workers once. Use the engine allreduce (--engine allreduce).")
+        if changed:
             self._push_model()
 
     def _push_rate(self) -> None:

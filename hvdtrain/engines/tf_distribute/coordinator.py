@@ -20,7 +20,6 @@ from hvdtrain.train.callbacks.mid_epoch import StopSaver
 from hvdtrain.train.checkpoint import RunState
 from hvdtrain.train.chief import on_chief
 from hvdtrain.train.metrics import merged_results, merged_states
-from hvdtrain.train.schedule import effective_rate
 
 _SUMMED = SingleCollective()
 """For metrics: what is read is over all replicas already."""
@@ -38,29 +37,13 @@ class StrategyCoordinator(Coordinator):
         super().__init__(**others)
         self._strategy = strategy
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Bring statistics and figures of all replicas together, evaluate, compare."""
-        figures = {} if logs is None else logs
-        self._skip_before = 0
-        self._progress.advance(f"the end of epoch {epoch + 1}")
-        self._agree()
-        if self._stopping:
-            self._leave(self.params["steps"])
-        replicas.average_statistics(self._strategy, self._collective, self.model)
-        self._merge(figures)
-        self._refuse_nan_metrics(epoch, figures)
-        if self._check_weights:
-            self._compare_weights(f"after epoch {epoch + 1}")
-        figures["learning_rate"] = effective_rate(self.model.optimizer, self._lr_plan)
-        if self._evaluate is not None:
-            with self._progress.phase("evaluating"):
-                self._evaluate()
-            figures.update({f"val_{name}": value
-                            for name, value in merged_results(_SUMMED, self.model).items()})
+    def _results(self) -> dict[str, float]:
+        return merged_results(_SUMMED, self.model)
 
     def _merge(self, figures: dict[str, Any]) -> None:
-        """Figures of all replicas in place of this process' own."""
-        merged = merged_results(_SUMMED, self.model)
+        """Bring statistics together, and put figures of all replicas in place of this process'."""
+        replicas.average_statistics(self._strategy, self._collective, self.model)
+        merged = self._results()
         known = {k: v for k, v in merged.items() if k in figures or not figures}
         # A custom train_step may report figures of its own: their mean over the processes.
         others = sorted(set(figures) - set(known))

@@ -6,7 +6,6 @@ gradients are added.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from hvdtrain.collectives.select import Choice
 from hvdtrain.collectives.single import SingleCollective
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shard import ShardPlan
-from hvdtrain.data.source import DataSplits, Source
+from hvdtrain.data.source import Source, splits_of
 from hvdtrain.engines.tf_distribute import patches
 from hvdtrain.engines.tf_distribute.choice import StrategyChoice, choose_strategy
 from hvdtrain.engines.tf_distribute.cluster import find_cluster
@@ -40,19 +39,17 @@ from hvdtrain.optim import keras_seam, state
 from hvdtrain.runtime.progress import IDLE, Progress
 from hvdtrain.runtime.watchdog import start_watchdog
 from hvdtrain.session import Session
-from hvdtrain.train import schedule
 from hvdtrain.train.callbacks.coordinator import StopAgreement
 from hvdtrain.train.callbacks.mid_epoch import GoOn, skip_steps
 from hvdtrain.train.checkpoint import CheckpointStore, RunState
 from hvdtrain.train.fit import (
     FitResult,
-    as_source,
     build_model,
     first_step_of,
     fit_steps_per_execution,
 )
 from hvdtrain.train.output import make_writers, open_output, resume, save_final
-from hvdtrain.train.plan import TrainPlan, compare_settings
+from hvdtrain.train.plan import TrainPlan, compare_settings, make_plan, verbosity
 from hvdtrain.train.reading import watched
 from hvdtrain.world import World
 
@@ -104,13 +101,11 @@ class StrategyRun:
         progress = self.session.progress
         keras.utils.set_random_seed(self.config.seed)
         with progress.phase("building data and model"):
-            data = job.data()
-            splits = data if isinstance(data, DataSplits) else DataSplits(train=data)
-            train = as_source(splits.train, "train")
-            validation = as_source(splits.validation, "validation")
+            splits = splits_of(job.data())
             with self.strategy.scope():
                 model = job.model()
         progress.enter("preparing the training")
+        train, validation = splits.train, splits.validation
         plan = self._prepare(model, train, validation, job.name)
         if self.session.world.is_chief:
             print(f"hvdtrain plan\n{plan.render()}", flush=True)  # noqa: T201 - promised output
@@ -142,14 +137,8 @@ class StrategyRun:
             size=int(self.strategy.num_replicas_in_sync), batch_per_rank=config.batch_per_rank,
             seed=config.seed, shuffle=config.shuffle, remainder=config.remainder)
         self._fit_execution(model, shards)
-        optimizer = model.optimizer
-        return TrainPlan(
-            job=job, shards=shards, config=config, optimizer=type(optimizer).__name__,
-            lr=schedule.plan_learning_rate(
-                shards.size, config.lr_scaling, config.warmup_epochs, shards.steps),
-            base_rate=schedule.base_rate(optimizer), parameters=int(model.count_params()),
-            validation_samples=0 if validation is None else len(validation),
-            ranks=self._replica_texts(), collective=self.choice.describe())
+        return make_plan(model, shards, config, job=job, validation=validation,
+                         ranks=self._replica_texts(), collective=self.choice.describe())
 
     def _warn_of_own_losses(self, model: Any) -> None:
         """What a model computes by itself is not divided by the number of replicas."""
@@ -206,11 +195,10 @@ class StrategyRun:
             keras_seam.build_metrics(model, train.read(np.zeros(1, np.int64)))
         if first_step:
             skip_steps(model, first_step)
-        person = sys.stdout.isatty() and session.world.starter == "single"
-        verbose = 0 if not session.world.is_chief else 1 if person else 2
         history = model.fit(
             dataset, epochs=config.epochs, initial_epoch=begin.epoch,
-            steps_per_epoch=plan.shards.steps, shuffle=False, verbose=verbose,
+            steps_per_epoch=plan.shards.steps, shuffle=False,
+            verbose=verbosity(session.world),
             # Every process restores the whole metrics: the strategy divides what is assigned.
             callbacks=[GoOn(begin, is_chief=True), coordinator, *callbacks, stop, *writers])
         return dict(history.history)

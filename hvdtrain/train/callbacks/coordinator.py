@@ -137,9 +137,7 @@ class Coordinator(keras.callbacks.Callback):
         self._agree()
         if self._stopping:
             self._leave(self.params["steps"])
-        merged = merged_results(self._collective, self.model)
-        # A custom train_step may report figures of its own; none is added to those.
-        figures.update({k: v for k, v in merged.items() if k in figures or not figures})
+        self._merge(figures)
         self._refuse_nan_metrics(epoch, figures)
         if self._check_weights:
             self._compare_weights(f"after epoch {epoch + 1}")
@@ -147,8 +145,17 @@ class Coordinator(keras.callbacks.Callback):
         if self._evaluate is not None:
             with self._progress.phase("evaluating"):
                 self._evaluate()
-            validated = merged_results(self._collective, self.model)
-            figures.update({f"val_{name}": value for name, value in validated.items()})
+            figures.update({f"val_{name}": value for name, value in self._results().items()})
+
+    def _results(self) -> dict[str, float]:
+        """The metrics of the model over the samples of all ranks."""
+        return merged_results(self._collective, self.model)
+
+    def _merge(self, figures: dict[str, Any]) -> None:
+        """Put the figures of all ranks in the place of this rank's."""
+        merged = self._results()
+        # A custom train_step may report figures of its own; none is added to those.
+        figures.update({k: v for k, v in merged.items() if k in figures or not figures})
 
     def _agree(self) -> None:
         """Exchange what each rank knows; all ranks act on it alike."""
