@@ -88,7 +88,7 @@ def start_bootstrap(world: World, environ: Mapping[str, str], *, timeout_s: floa
             "they cannot find each other. Start them with: hvdtrain launch, horovodrun, mpirun "
             "or srun.")
     seed = ".".join([environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", ""),
-                     ",".join(world.hosts), str(world.size), start])
+                     ",".join(world.hosts), str(world.size), *([start] if start else [])])
     deadline = time.monotonic() + timeout_s
     route = _route(world, deadline)
     server: RendezvousServer | None = None

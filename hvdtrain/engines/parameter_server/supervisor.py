@@ -198,10 +198,12 @@ class Supervisor:
             self._store.put("done", json.dumps([code, self._name]).encode())
 
     def _await_others(self) -> None:
-        """The chief's host may serve the store."""
-        if self._store is not None and self._assignment.role.kind == "chief":
-            others = [f"left.{r}" for r in range(self._assignment.size)
-                      if r != self._assignment.rank]
+        """The chief's host may serve the store, from which all read how the job ended."""
+        told = self._assignment
+        if self._store is not None and told.role.kind == "chief":
+            # The evaluator of a TF_CONFIG is the rank after those that the chief knows of.
+            ranks = 1 + told.workers + told.servers + self._config.evaluator
+            others = [f"left.{r}" for r in range(max(told.size, ranks)) if r != told.rank]
             self._store.wait(others, deadline=time.monotonic() + _OTHERS_S)
 
     def _end_child(self) -> None:
