@@ -158,6 +158,18 @@ def test_a_stop_saves_and_goes_on(run):
     assert "Going on after epoch" in again.text() or "nothing left" in again.text()
 
 
+def test_a_stop_while_the_chief_starts_is_heeded(run):
+    """Its process has no handler for the signal yet; and a former run is not taken for this one."""
+    one = run("--epochs", "200", np=3)
+    deadline = time.monotonic() + 30.0
+    while "chief 0" not in roles(str(one.folder)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    one.process.send_signal(signal.SIGTERM)
+    assert one.end(30) == 75, one.text()
+    assert "started again" not in one.text()
+    assert "Epoch 2/" not in one.text()
+
+
 def test_too_few_ranks(run):
     one = run(np=2)
     assert one.end(60) == 2
