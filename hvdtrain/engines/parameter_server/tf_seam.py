@@ -33,6 +33,7 @@ _FORGOTTEN = ("Unable to find the relevant tensor remote_handle", "unknown devic
               "Could not find variable", "does not exist", "Unable to find a context_id",
               "Resource localhost", "not found in container", "Primary device is not remote",
               "nor a name of a function registered")
+_CANCEL_S = 5.0  # cancelled closures have ended by then, unless their worker hangs
 _functions: dict[str, Callable[..., Any]] = {}
 
 
@@ -79,9 +80,14 @@ def connect(cluster: Mapping[str, Sequence[str]], task: str | None = "chief") ->
 
 
 def disconnect(coordinator: Any) -> None:
-    """End the coordinator's threads. Its closures must have ended."""
-    coordinator._cluster.stop()
-    for worker in coordinator._cluster.workers:
+    """End the coordinator's threads; closures that still run are cancelled."""
+    cluster = coordinator._cluster
+    cluster.stop()
+    queue = cluster.closure_queue
+    with queue._queue_lock:
+        queue._no_inflight_closure_condition.wait_for(
+            lambda: not queue._inflight_closure_count, _CANCEL_S)
+    for worker in cluster.workers:
         # What was cancelled has been told; the garbage collector would raise it once more.
         worker.executor.clear_error()
 
