@@ -14,6 +14,8 @@ HOW_TO_GET = {
     "horovod.tensorflow": "hvdtrain build-horovod --install",
     "mpi4py": "pip install 'hvdtrain[mpi]'",
     "sklearn": "pip install 'hvdtrain[data]'",
+    "google_crc32c": "pip install 'hvdtrain[data]'",
+    "pyarrow": "pip install 'hvdtrain[data]'",
     "matplotlib": "pip install 'hvdtrain[plots]'",
     "tensorboard": "pip install 'hvdtrain[plots]'",
 }

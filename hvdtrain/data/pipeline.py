@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.data.failures import named_errors
 from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.source import ArraySource, Source
 
@@ -27,7 +28,8 @@ def training_dataset(source: Source, plan: ShardPlan, *, first_epoch: int = 0,
 
     Returns:
         A `tf.data.Dataset` of batches of shape `(batch, ...)`; the batch axis is static where
-        all batches are full.
+        all batches are full. Where `plan.uneven`, of pairs `(weight, batch)`, the weight being
+        a float32 scalar: 1, or `plan.last_weight` in the last step.
     """
     fetch = _fetcher(source)
     batch = plan.batch_per_rank
@@ -37,7 +39,12 @@ def training_dataset(source: Source, plan: ShardPlan, *, first_epoch: int = 0,
         order = tf.numpy_function(plan.order, [epoch], tf.int64, stateful=False)
         order.set_shape([plan.samples_per_rank])
         begin = tf.where(tf.equal(epoch, first_epoch), tf.constant(first_step, tf.int64), 0)
-        return tf.data.Dataset.range(begin, plan.steps).map(
+        batches = tf.data.Dataset.range(begin, plan.steps)
+        if plan.uneven:
+            return batches.map(lambda step: (
+                tf.where(step < plan.full_steps, 1.0, plan.last_weight),
+                _shaped(fetch(order[step * batch:(step + 1) * batch]), static)))
+        return batches.map(
             lambda step: _shaped(fetch(order[step * batch:(step + 1) * batch]), static))
 
     epochs = tf.data.Dataset.counter(first_epoch)
@@ -71,7 +78,8 @@ def _fetcher(source: Source) -> Callable[[Any], Any]:
     dtypes = [spec.dtype for spec in tf.nest.flatten(signature)]
 
     def read_flat(rows: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-        return [np.ascontiguousarray(a) for a in tf.nest.flatten(source.read(rows))]
+        with named_errors(source.name):
+            return [np.ascontiguousarray(a) for a in tf.nest.flatten(source.read(rows))]
 
     def fetch(rows: Any) -> Any:
         flat = tf.numpy_function(read_flat, [rows], dtypes, stateful=False)

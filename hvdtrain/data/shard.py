@@ -29,7 +29,7 @@ class ShardPlan:
     batch_per_rank: int
     seed: int = 0
     shuffle: bool = True
-    remainder: Literal["pad", "drop"] = "pad"
+    remainder: Literal["pad", "drop", "join"] = "pad"
 
     def __post_init__(self) -> None:
         if self.samples < self.size:
@@ -53,9 +53,33 @@ class ShardPlan:
 
     @property
     def last_batch_per_rank(self) -> int:
-        """Samples of each rank in the last, smaller step; 0 if there is none."""
+        """Samples of each rank in the last, smaller step; 0 if there is none.
+
+        With `join` the largest share: other ranks have one less, or none.
+        """
         left = self.samples % self.global_batch
-        return -(-left // self.size) if self.remainder == "pad" else left // self.size
+        return left // self.size if self.remainder == "drop" else -(-left // self.size)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether ranks have different numbers of samples in the last step."""
+        return self.remainder == "join" and self.samples % self.global_batch % self.size != 0
+
+    @property
+    def last_weight(self) -> float:
+        """This rank's samples in the last step over the mean of all ranks: 1 if all have as many.
+
+        A mean over ranks of means over their samples is the mean over all samples when each is
+        multiplied by this.
+        """
+        if not self.uneven:
+            return 1.0
+        return self._last_share * self.size / (self.samples % self.global_batch)
+
+    @property
+    def _last_share(self) -> int:
+        left = self.samples % self.global_batch
+        return left * (self.rank + 1) // self.size - left * self.rank // self.size
 
     @property
     def steps(self) -> int:
@@ -64,18 +88,31 @@ class ShardPlan:
 
     @property
     def samples_per_rank(self) -> int:
-        """Samples that each rank trains on per epoch."""
-        return self.full_steps * self.batch_per_rank + self.last_batch_per_rank
+        """Samples that this rank reads per epoch.
+
+        A rank that has none in the last step reads one that does not count (`last_weight` is 0).
+        """
+        last = max(1, self._last_share) if self.uneven else self.last_batch_per_rank
+        return self.full_steps * self.batch_per_rank + last
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples that all ranks together train on per epoch."""
+        return self.samples + self.padded - self.dropped
 
     @property
     def padded(self) -> int:
         """Samples that are trained on twice in an epoch, over all ranks (at most N-1)."""
-        return max(0, self.samples_per_rank * self.size - self.samples)
+        if self.remainder != "pad":
+            return 0
+        return self.last_batch_per_rank * self.size - self.samples % self.global_batch
 
     @property
     def dropped(self) -> int:
         """Samples that are left out of an epoch, over all ranks (at most N-1)."""
-        return max(0, self.samples - self.samples_per_rank * self.size)
+        if self.remainder != "drop":
+            return 0
+        return self.samples % self.global_batch - self.last_batch_per_rank * self.size
 
     def samples_before(self, step: int) -> int:
         """Samples of an epoch that all ranks together have seen before a step."""
@@ -101,6 +138,10 @@ class ShardPlan:
         cut = self.full_steps * self.global_batch
         full = everyone[:cut].reshape(self.full_steps, self.size, self.batch_per_rank)
         tail = everyone[cut:]
+        if self.uneven:
+            begin = len(tail) * self.rank // self.size
+            mine = tail[begin:begin + self._last_share] if self._last_share else tail[:1]
+            return np.concatenate([full[:, self.rank, :].reshape(-1), mine])
         if self.padded:
             tail = np.concatenate([tail, everyone[:self.padded]])
         tail = tail[:self.last_batch_per_rank * self.size]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zipfile
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.data.files import ByteCount
 from hvdtrain.errors import DataError
 
 Structure = Any
@@ -46,13 +48,28 @@ class Source(ABC):
             The structure of `signature` with arrays of shape `(n, ...)`.
         """
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of files that this process has read for samples; 0 for data in memory."""
+        return 0
+
+    def targets(self) -> np.ndarray[Any, Any] | None:
+        """The targets of all samples, if they are at hand without reading the samples."""
+        return None
+
+
+class Stream(ABC):
+    """Samples that come one after another; see `data.stream`."""
+
+    name: str
+
 
 @dataclass(frozen=True)
 class DataSplits:
     """Training data, and validation data where there is some."""
 
-    train: Source
-    validation: Source | None = None
+    train: Source | Any
+    validation: Source | Any | None = None
 
 
 class ArraySource(Source):
@@ -78,6 +95,7 @@ class ArraySource(Source):
         if not lengths or lengths == {0}:
             raise DataError(f"{name}: the data set is empty; at least one sample is needed.")
         self._length = lengths.pop()
+        self._count = ByteCount()
 
     def __len__(self) -> int:
         return self._length
@@ -96,12 +114,33 @@ class ArraySource(Source):
 
     def read(self, rows: np.ndarray[Any, Any]) -> Structure:
         """See `Source.read`."""
-        return tf.nest.map_structure(lambda a: np.asarray(a[rows]), self._data)
+        def take(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            taken = np.asarray(array[rows])
+            if isinstance(array, np.memmap):
+                self._count.add(taken.nbytes)
+            return taken
+        return tf.nest.map_structure(take, self._data)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the rows read from memory-mapped arrays; the system reads whole pages."""
+        return self._count.value
+
+    def targets(self) -> np.ndarray[Any, Any] | None:
+        """See `Source.targets`."""
+        is_pair = isinstance(self._data, tuple) and len(self._data) > 1
+        return self._data[1] if is_pair and isinstance(self._data[1], np.ndarray) else None
 
 
 def as_source(data: Any, name: str) -> Any:
-    """Arrays as a source; a source and None as they are."""
-    return data if data is None or isinstance(data, Source) else ArraySource(data, name=name)
+    """Arrays and a `keras.utils.PyDataset` as a source; sources, streams and None as they are."""
+    if data is None or isinstance(data, (Source, Stream)):
+        return data
+    # By name: whoever made one has imported Keras, and nobody else needs to.
+    if any(cls.__name__ == "PyDataset" for cls in type(data).__mro__):
+        from hvdtrain.data.py_dataset import PyDatasetSource
+        return PyDatasetSource(data, name=name)
+    return ArraySource(data, name=name)
 
 
 def splits_of(data: Any) -> DataSplits:
@@ -112,12 +151,22 @@ def splits_of(data: Any) -> DataSplits:
                       validation=as_source(data.validation, "validation"))
 
 
-def check_source(source: Source) -> None:
+def check_source(source: Source | Stream, *, streams: bool = False) -> None:
     """Read one sample and compare it with what the source says of itself.
 
+    Args:
+        source: The source.
+        streams: Boolean, whether it may be a stream.
+
     Raises:
-        DataError: Structure, shape or dtype differ; later TensorFlow would fail on it.
+        DataError: Structure, shape or dtype differ, and TensorFlow would fail on it later; or it
+            is a stream.
     """
+    if isinstance(source, Stream):
+        if not streams:
+            raise DataError(f"{source.name}: a stream cannot be read by sample numbers, as this "
+                            "engine does. Use engine allreduce, or give arrays or files.")
+        return
     if isinstance(source, ArraySource):
         return
     expected, sample = source.signature, source.read(np.zeros(1, np.int64))
@@ -137,11 +186,12 @@ def check_source(source: Source) -> None:
 
 
 def _as_array(value: Any, name: str) -> np.ndarray[Any, Any]:
-    if isinstance(value, (tf.data.Dataset, str)) or callable(value):
+    if isinstance(value, (tf.data.Dataset, str, Iterator)) or callable(value):
         raise DataError(
             f"{name}: expected arrays x, (x, y) or (x, y, sample_weight), or a hvdtrain Source. "
-            f"Received: {type(value).__name__}. Give the arrays that the data set is made of, so "
-            "that each rank can read its share.")
+            f"Received: {type(value).__name__}. Give the arrays or the files that the data set is "
+            "made of, so that each rank can read its share; or hvdtrain.load_dataset(dataset) if "
+            "it fits into memory, else hvdtrain.StreamSource.")
     array = value if isinstance(value, np.ndarray) else np.asarray(value)
     if array.ndim == 0 or array.dtype == object:
         raise DataError(

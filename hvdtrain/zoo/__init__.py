@@ -13,9 +13,14 @@ MODELS = {
 }
 
 DATASETS = {
+    "csv": "hvdtrain.zoo.files:csv",
     "digits": "hvdtrain.zoo.datasets:digits",
     "digits_images": "hvdtrain.zoo.datasets:digits_images",
+    "images": "hvdtrain.zoo.files:images",
+    "npy": "hvdtrain.zoo.files:npy",
     "npz": "hvdtrain.zoo.datasets:npz",
+    "parquet": "hvdtrain.zoo.files:parquet",
     "synthetic": "hvdtrain.zoo.datasets:synthetic",
     "text": "hvdtrain.zoo.datasets:text",
+    "tfrecord": "hvdtrain.zoo.files:tfrecord",
 }

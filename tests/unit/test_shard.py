@@ -33,6 +33,27 @@ def test_every_rank_takes_the_same_number_of_steps(samples, size, batch, remaind
 
 
 @pytest.mark.parametrize(("samples", "size", "batch"), CASES)
+def test_join_divides_the_last_step_as_it_is(samples, size, batch):
+    """Means over ranks, weighted, are the mean over all samples; none is seen twice."""
+    ranks = plans(samples, size, batch, remainder="join")
+    assert len({p.steps for p in ranks}) == 1
+    assert ranks[0].samples_per_epoch == samples
+    alone = plans(samples, 1, size * batch)[0].order(5)
+    for step in range(ranks[0].steps):
+        theirs = alone[step * size * batch:(step + 1) * size * batch]
+        weighted = 0.0
+        seen = []
+        for plan in ranks:
+            own = plan.order(5)[step * batch:(step + 1) * batch]
+            weight = plan.last_weight if plan.uneven and step == plan.full_steps else 1.0
+            assert len(own) >= 1
+            weighted += weight * own.mean() / size
+            seen += own.tolist() if weight else []
+        assert sorted(seen) == sorted(theirs)
+        np.testing.assert_allclose(weighted, theirs.mean())
+
+
+@pytest.mark.parametrize(("samples", "size", "batch"), CASES)
 def test_the_ranks_together_see_what_one_process_sees_in_each_step(samples, size, batch):
     one = plans(samples, 1, size * batch)[0]
     ranks = plans(samples, size, batch)

@@ -8,23 +8,21 @@ decided by its number alone: a batch that is done again, by whichever worker, is
 from __future__ import annotations
 
 import functools
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.failures import named_errors
 from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.source import ArraySource, DataSplits, Source
 from hvdtrain.engines.parameter_server import tf_seam
 from hvdtrain.errors import DataError
 
 Rows = np.ndarray[Any, Any]
-_MARK = "hvdtrain cannot read "
 
 
 def shard_plan(source: Source, config: TrainConfig, replicas: int) -> ShardPlan:
@@ -73,7 +71,7 @@ class Reader:
             end: Integer, up to which step the caller will ask on.
         """
         key = (int(epoch), int(step), int(replica))
-        with _named_errors(self._splits.train):
+        with named_errors(self._splits.train.name):
             if self._ahead is not None:
                 return self._ahead.read(key, int(end))
             return _flat(self._splits.train.read(self._rows_of(key)))
@@ -84,7 +82,7 @@ class Reader:
         if source is None:
             raise ValueError("there is no validation data")
         begin = int(number) * self._batch
-        with _named_errors(source):
+        with named_errors(source.name):
             return _flat(source.read(np.arange(begin, min(begin + self._batch, len(source)))))
 
     def register(self, name: str) -> None:
@@ -148,22 +146,6 @@ class Feed:
         for tensor, spec in zip(tensors, specs, strict=True):
             tensor.set_shape([None, *spec.shape])
         return tf.nest.pack_sequence_as(signature, tensors)
-
-
-@contextmanager
-def _named_errors(source: Source) -> Iterator[None]:
-    """What the source raises, here in full; to the chief in one line, by way of TensorFlow."""
-    try:
-        yield
-    except Exception as error:
-        traceback.print_exc()
-        raise RuntimeError(f"{_MARK}{source.name}: {type(error).__name__}: {error}\n") from error
-
-
-def reading_error(error: BaseException) -> str | None:
-    """What a source has raised on a worker, if an error of the chief's comes from that."""
-    _, found, rest = str(error).partition(_MARK)
-    return rest.splitlines()[0] if found else None
 
 
 def _of_rank(plan: ShardPlan, rank: int) -> ShardPlan:
