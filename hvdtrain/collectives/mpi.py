@@ -7,6 +7,7 @@ duplicate of `COMM_WORLD` keeps the user's own messages apart.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,6 +87,51 @@ class MpiCollective(Collective):
         flat = np.empty(sum(counts), array.dtype)
         self._comm.Allgatherv(np.ascontiguousarray(array).reshape(-1), (flat, counts))
         return flat.reshape((-1, *array.shape[1:]))
+
+    def reduce_scatter(self, tensors: Sequence[Tensor], *, name: str,
+                       op: ReduceOp) -> list[Tensor]:
+        """One `MPI_Reduce_scatter_block` per tensor. See `Collective.reduce_scatter`."""
+        del name
+        half = tensors[0].dtype == self._tf.float16
+        sent = [self._tf.cast(t, self._tf.float32) for t in tensors] if half else list(tensors)
+        out = self._tf.numpy_function(
+            lambda *arrays: [self._reduce_scatter_array(a, op) for a in arrays], sent,
+            [sent[0].dtype] * len(sent))
+        out = list(out) if isinstance(out, (list, tuple)) else [out]
+        for part, tensor in zip(out, sent, strict=True):
+            part.set_shape([tensor.shape[0] // self.size, *tensor.shape[1:]])
+        return [self._tf.cast(t, self._tf.float16) for t in out] if half else out
+
+    def _reduce_scatter_array(self, array: Array, op: ReduceOp) -> Array:
+        part = np.empty((len(array) // self.size, *array.shape[1:]), array.dtype)
+        self._comm.Reduce_scatter_block(np.ascontiguousarray(array), part, self._op[op])
+        if op == "average":
+            part *= part.dtype.type(1.0 / self.size)
+        return part
+
+    def alltoall(self, tensor: Tensor, *, name: str) -> Tensor:
+        """One `MPI_Alltoall`. See `Collective.alltoall`."""
+        del name
+        out = self._tf.numpy_function(self._alltoall_array, [tensor], tensor.dtype)
+        out.set_shape(tensor.shape)
+        return out
+
+    def _alltoall_array(self, array: Array) -> Array:
+        received = np.empty_like(array, order="C")
+        self._comm.Alltoall(np.ascontiguousarray(array), received)
+        return received
+
+    def subset(self, ranks: Sequence[int]) -> MpiCollective | None:
+        """A communicator of its own. See `Collective.subset`."""
+        members = self._check_subset(ranks)
+        among = self.rank in members
+        communicator = self._comm.Split(0 if among else self._mpi.UNDEFINED, self.rank)
+        if not among:
+            return None
+        part = copy.copy(self)
+        part._comm, part._buffers = communicator, {}
+        part.rank, part.size = int(communicator.Get_rank()), int(communicator.Get_size())
+        return part
 
     def broadcast_array(self, array: Array, *, root: int = 0) -> Array:
         """Broadcast through bytes. See `Collective.broadcast_array`."""

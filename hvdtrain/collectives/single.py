@@ -25,6 +25,22 @@ class SingleCollective(Collective):
         del name
         return tensor
 
+    def reduce_scatter(self, tensors: Sequence[Tensor], *, name: str,
+                       op: ReduceOp) -> list[Tensor]:
+        """Return the tensors as they are."""
+        del name, op
+        return list(tensors)
+
+    def alltoall(self, tensor: Tensor, *, name: str) -> Tensor:
+        """Return the tensor as it is."""
+        del name
+        return tensor
+
+    def subset(self, ranks: Sequence[int]) -> SingleCollective:
+        """Return itself: the only subset of one rank."""
+        self._check_subset(ranks)
+        return self
+
     def broadcast_array(self, array: Array, *, root: int = 0) -> Array:
         """Return the array as it is."""
         del root

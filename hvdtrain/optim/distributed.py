@@ -18,7 +18,11 @@ from hvdtrain.collectives.base import Collective
 from hvdtrain.collectives.current import current
 from hvdtrain.errors import OptimizerError
 from hvdtrain.optim import keras_seam
-from hvdtrain.optim.reducer import GradientReducer, ReducerOptions
+from hvdtrain.optim.options import ReducerOptions, check_use
+from hvdtrain.optim.reducer import GradientReducer
+from hvdtrain.optim.zero import divide
+from hvdtrain.optim.zero_check import check_options
+from hvdtrain.optim.zero_files import keep_whole_files
 
 _STATE = "_hvdtrain_state"
 _counter = itertools.count()
@@ -54,7 +58,7 @@ def is_distributed(optimizer: Any) -> bool:
 
 def DistributedOptimizer(  # noqa: N802 - the name the field knows
         optimizer: Any, *, collective: Collective | None = None,
-        options: ReducerOptions | None = None) -> Any:
+        options: ReducerOptions | None = None, zero: bool = False) -> Any:
     """Make `optimizer` average its gradients over all ranks, in place.
 
     All ranks must call it, in the same order for several optimizers. Calling it again on the
@@ -66,12 +70,14 @@ def DistributedOptimizer(  # noqa: N802 - the name the field knows
         optimizer: A Keras 3 optimizer, `LossScaleOptimizer` or `MultiOptimizer`, built or not.
         collective: The collective to use; defaults to that of `hvdtrain.init()`.
         options: How to reduce; defaults to `ReducerOptions()`.
+        zero: Boolean, divide the state of the optimizer over the ranks (`optim.zero`).
 
     Returns:
         The same object.
 
     Raises:
-        OptimizerError: `optimizer` is not a Keras optimizer object, or Keras is not known.
+        OptimizerError: `optimizer` is not a Keras optimizer object, Keras is not known, or the
+            options do not fit the optimizer or the collective.
 
     Example:
         >>> hvdtrain.init()
@@ -87,28 +93,48 @@ def DistributedOptimizer(  # noqa: N802 - the name the field knows
     if collective is None:
         collective = current()
     base = f"hvdtrain.opt{next(_counter)}"
-    reduce_options = options or ReducerOptions()
+    options = options or ReducerOptions()
     leaves = keras_seam.leaf_optimizers(optimizer)
     fresh = [leaf for leaf in leaves if not is_distributed(leaf)]
-    accumulates = any(leaf.gradient_accumulation_steps for leaf in leaves)
     loss_scale = keras_seam.is_loss_scale(optimizer)
-    if loss_scale and len(fresh) == len(leaves) and not accumulates:
-        _hook_scaled_apply(optimizer, GradientReducer(collective, base, reduce_options))
-        fresh_reducers: list[GradientReducer | None] = [None] * len(fresh)
+    zero = zero and collective.size > 1
+    scaled = loss_scale and not zero and len(fresh) == len(leaves) and not (
+        options.local_variables) and not any(
+        leaf.gradient_accumulation_steps for leaf in leaves)
+    check_use(options, fresh, collective, scaled=scaled)
+    if zero:
+        check_options(options)
+    fresh_reducers: list[GradientReducer | None]
+    if scaled:
+        _hook_scaled_apply(optimizer, GradientReducer(
+            collective, base, options, loss_scale=lambda: optimizer.dynamic_scale,
+            updates_rows=all(map(keras_seam.updates_rows, leaves))))
+        fresh_reducers = [None] * len(fresh)
     else:
-        fresh_reducers = [GradientReducer(collective, f"{base}.{k}", reduce_options)
-                          for k in range(len(fresh))]
+        fresh_reducers = [_reducer(leaf, collective, f"{base}.{k}", options, zero=zero)
+                          for k, leaf in enumerate(fresh)]
         if loss_scale:
             _hook_agreement(optimizer, collective, base)
     for leaf, reducer in zip(fresh, fresh_reducers, strict=True):
-        _hook_leaf(leaf, reducer, outer=optimizer)
+        _hook_leaf(leaf, reducer, options, outer=optimizer)
         _mark(leaf, collective, base)
     if keras_seam.is_multi(optimizer):
-        _hook_late_leaves(optimizer, collective, base, reduce_options)
+        _hook_late_leaves(optimizer, collective, base, options, zero=zero)
     _mark(optimizer, collective, base)
+    keep_whole_files(optimizer)
     _hook_loss(optimizer)
     _hook_data_dependency(optimizer)
     return optimizer
+
+
+def _reducer(leaf: Any, collective: Collective, name: str, options: ReducerOptions, *,
+             zero: bool) -> GradientReducer | None:
+    """What averages the gradients of one optimizer; None where dividing its state does it."""
+    if zero:
+        divide(leaf, collective, name, options.bucket_bytes)
+        return None
+    return GradientReducer(collective, name, options,
+                           updates_rows=keras_seam.updates_rows(leaf))
 
 
 def _mark(optimizer: Any, collective: Collective, name: str) -> None:
@@ -117,9 +143,13 @@ def _mark(optimizer: Any, collective: Collective, name: str) -> None:
             owner_id=id(optimizer), collective=collective, name=name))
 
 
-def _hook_leaf(leaf: Any, reducer: GradientReducer | None, *, outer: Any) -> None:
+def _hook_leaf(leaf: Any, reducer: GradientReducer | None, options: ReducerOptions, *,
+               outer: Any) -> None:
     """Order gradients as built, reduce them before they are clipped, scale the rate."""
-    context: dict[str, Any] = {"indices": (), "applying": False}
+    context: dict[str, Any] = {"variables": (), "indices": (), "applying": False}
+    if options.local_variables:
+        keras_seam.mark_local(
+            leaf, lambda v: options.is_local(keras_seam.variable_path(v), v))
 
     def apply_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
         def _backend_apply_gradients(grads: Any, trainable_variables: Any) -> Any:
@@ -127,10 +157,11 @@ def _hook_leaf(leaf: Any, reducer: GradientReducer | None, *, outer: Any) -> Non
             # Everything after this runs in build order on every rank: a global norm summed in
             # another order rounds differently, and ranks would drift apart.
             order = keras_seam.build_order(leaf, variables)
-            context["indices"] = [leaf._get_variable_index(variables[j]) for j in order]
+            context["variables"] = [variables[j] for j in order]
+            context["indices"] = [leaf._get_variable_index(v) for v in context["variables"]]
             context["applying"] = True
             try:
-                return original([grads[j] for j in order], [variables[j] for j in order])
+                return original([grads[j] for j in order], context["variables"])
             finally:
                 context["applying"] = False
         return _backend_apply_gradients
@@ -138,7 +169,8 @@ def _hook_leaf(leaf: Any, reducer: GradientReducer | None, *, outer: Any) -> Non
     def clip(original: Callable[..., Any]) -> Callable[..., Any]:
         def _clip_gradients(grads: Any) -> Any:
             _refuse_unhooked_loss_scale(leaf, outer)
-            reduced = grads if reducer is None else reducer(grads, context["indices"])
+            reduced = grads if reducer is None else reducer(
+                grads, context["variables"], context["indices"])
             return original(reduced)
         return _clip_gradients
 
@@ -173,23 +205,25 @@ def _hook_scaled_apply(optimizer: Any, reducer: GradientReducer) -> None:
             inner = optimizer.inner_optimizer  # Keras 3.5's own wrapper does not know the order
             variables = list(trainable_variables or inner._trainable_variables)
             order = keras_seam.build_order(inner, variables)
-            indices = [inner._get_variable_index(variables[j]) for j in order]
-            reduced = reducer([grads[j] for j in order], indices)
-            return original(reduced, [variables[j] for j in order])
+            variables = [variables[j] for j in order]
+            indices = [inner._get_variable_index(v) for v in variables]
+            reduced = reducer([grads[j] for j in order], variables, indices)
+            return original(reduced, variables)
         return apply
     keras_seam.replace_method(optimizer, "apply", make)
 
 
 def _hook_late_leaves(optimizer: Any, collective: Collective, base: str,
-                      options: ReducerOptions) -> None:
+                      options: ReducerOptions, *, zero: bool) -> None:
     """MultiOptimizer may be given a function, which makes optimizers when it is built."""
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def build(variables: Any) -> None:
             original(variables)
             for k, leaf in enumerate(keras_seam.leaf_optimizers(optimizer)):
                 if not is_distributed(leaf):
-                    reducer = GradientReducer(collective, f"{base}.late{k}", options)
-                    _hook_leaf(leaf, reducer, outer=optimizer)
+                    reducer = _reducer(leaf, collective, f"{base}.late{k}", options, zero=zero)
+                    check_use(options, [leaf], collective, scaled=False)
+                    _hook_leaf(leaf, reducer, options, outer=optimizer)
                     _mark(leaf, collective, base)
         return build
     keras_seam.replace_method(optimizer, "build", make)

@@ -17,7 +17,8 @@ and watches the order. Both are cheap and run at every start.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -27,6 +28,9 @@ from packaging.version import Version
 from hvdtrain.errors import OptimizerError
 
 KERAS_MIN, KERAS_BELOW = Version("3.5"), Version("3.16")
+MOMENTS = "_moments"
+"""The method of `BatchNormalization` that computes mean and variance of a batch."""
+_DIVIDED = "_hvdtrain_divided"
 _SIGNATURES = {
     "apply": ["grads", "trainable_variables"],
     "scale_loss": ["loss"],
@@ -35,6 +39,7 @@ _SIGNATURES = {
     "_get_variable_index": ["variable"],
     "_get_current_learning_rate": [],
 }
+_IS_LOCAL = "_hvdtrain_is_local"
 Optimizer = Any
 
 
@@ -47,6 +52,14 @@ def replace_method(optimizer: Optimizer, name: str,
                    make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace `optimizer.name` on this instance by `make(the method it had)`."""
     set_on_instance(optimizer, name, make(getattr(optimizer, name)))
+
+
+def restore_method(obj: object, name: str, original: Callable[..., Any]) -> None:
+    """Undo `replace_method`: give the instance the method that it had."""
+    if getattr(original, "__func__", None) is getattr(type(obj), name, None):
+        object.__delattr__(obj, name)
+    else:
+        set_on_instance(obj, name, original)
 
 
 def check_keras(version: str | None = None) -> None:
@@ -79,6 +92,12 @@ def check_keras(version: str | None = None) -> None:
                 "known to hvdtrain; install another (see above range) or report it.")
 
 
+def metrics_are_built(model: Any) -> bool:
+    """Whether the compiled metrics have their states."""
+    parts = [model._compile_metrics, model._compile_loss]
+    return all(part is None or part.built for part in parts)
+
+
 def build_metrics(model: Any, batch: Any) -> None:
     """Create the states of compiled metrics, which Keras leaves to the first step.
 
@@ -88,6 +107,59 @@ def build_metrics(model: Any, batch: Any) -> None:
             `(x, y, sample_weight)`.
     """
     model._symbolic_build(data_batch=tf.nest.map_structure(tf.convert_to_tensor, batch))
+
+
+def call_in_training(model: Any, x: Any) -> Any:
+    """The forward pass of a training step."""
+    return model(x, training=True) if model._call_has_training_arg else model(x)
+
+
+def leaf_metrics(model: Any) -> list[Any]:
+    """The metrics of a model, those given to `compile` one by one, without duplicates."""
+    found: dict[int, Any] = {}
+    for metric in model.metrics:
+        for leaf in getattr(metric, "metrics", None) or [metric]:
+            found.setdefault(id(leaf), leaf)
+    return list(found.values())
+
+
+def mask_of(tensor: Any) -> Any | None:
+    """The mask that layers or losses have put on a tensor."""
+    from keras.src import backend
+    return backend.get_keras_mask(tensor)
+
+
+def sum_of_weights(sample_weight: Any | None, mask: Any | None, dtype: Any) -> Any:
+    """The denominator of the reduction `mean_with_sample_weight`."""
+    from keras.src.losses.loss import apply_mask
+    weight = None if sample_weight is None else tf.cast(sample_weight, dtype)
+    return tf.reduce_sum(apply_mask(weight, mask, dtype, "mean_with_sample_weight"))
+
+
+def replace_losses(compiled: Any, make: Callable[[int, Any], Any]) -> None:
+    """Replace each loss of a `CompileLoss` by `make(its number, it)`, now or once it is built.
+
+    What is saved with a model is what was given to `compile`, so that files do not change.
+    """
+    def replace() -> None:
+        compiled._flat_losses = [entry._replace(loss=make(number, entry.loss))
+                                 for number, entry in enumerate(compiled._flat_losses)]
+    if compiled.built:
+        replace()
+        return
+    build = compiled.build
+
+    def built(y_true: Any, y_pred: Any) -> None:
+        build(y_true, y_pred)
+        restore_method(compiled, "build", build)
+        replace()
+    set_on_instance(compiled, "build", built)
+
+
+def save_to_memory(model: Any, file: io.BytesIO) -> None:
+    """Write the `.keras` file of a model into memory."""
+    from keras.src.saving import saving_lib
+    saving_lib.save_model(model, file)
 
 
 def self_test() -> None:
@@ -144,10 +216,28 @@ def leaf_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     return [optimizer]
 
 
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers directly within one: of loss scaling and `MultiOptimizer`."""
+    if is_loss_scale(optimizer):
+        return [optimizer.inner_optimizer]
+    return list(optimizer.optimizers) if is_multi(optimizer) else []
+
+
 def build_order(optimizer: Optimizer, variables: list[Any]) -> list[int]:
     """Positions of `variables` in the order in which the optimizer was built."""
     index = [optimizer._get_variable_index(v) for v in variables]
     return sorted(range(len(variables)), key=index.__getitem__)
+
+
+def updates_rows(leaf: Optimizer) -> bool:
+    """Whether an optimizer changes only the rows of a sparse gradient.
+
+    Those of Keras make it dense instead, but for two; others are taken at their word.
+    """
+    if type(leaf) is keras.optimizers.SGD:
+        return not leaf.momentum
+    own = not type(leaf).__module__.startswith("keras.src.optimizers")
+    return own or type(leaf) is keras.optimizers.Adagrad
 
 
 def rate_variable(leaf: Optimizer) -> Any | None:
@@ -161,15 +251,128 @@ def steps_done(optimizer: Optimizer) -> int:
     return int(leaf_optimizers(optimizer)[0]._iterations.numpy())
 
 
+def variable_path(variable: Any) -> str:
+    """A variable's name with its layers, for messages and for choosing by name."""
+    path = getattr(variable, "path", None)
+    if path is None and hasattr(variable, "assign"):
+        path = variable.name.split(":")[0]  # a variable of TensorFlow
+    return str(path or "a tensor")
+
+
+def variable_key(variable: Any) -> str | None:
+    """What tells a variable apart from all others of this process; None for a tensor."""
+    inner = getattr(variable, "value", variable)
+    if callable(inner):  # TensorFlow's own variables have a method of that name
+        inner = variable
+    key: str | None = getattr(inner, "_unique_id", None)
+    return key
+
+
+def mark_local(leaf: Optimizer, is_local: Callable[[Any], bool]) -> None:
+    """Remember which variables each rank has for itself."""
+    set_on_instance(leaf, _IS_LOCAL, is_local)
+
+
+def shared_weights(optimizer: Optimizer, variables: Iterable[Any]) -> list[Any]:
+    """Those of `variables` whose gradients are averaged over ranks: equal on all ranks."""
+    tests = [leaf.__dict__[_IS_LOCAL] for leaf in leaf_optimizers(optimizer)
+             if _IS_LOCAL in leaf.__dict__]
+    return [v for v in variables if not any(is_local(v) for is_local in tests)]
+
+
 def shared_variables(optimizer: Optimizer) -> list[Any]:
     """The optimizer's variables that are equal on all ranks.
 
-    That is all but gradient accumulators: they hold what one rank gathered since the last
-    update.
+    That is all but gradient accumulators, which hold what one rank gathered since the last
+    update, the states of variables that each rank has for itself, and states that are divided.
     """
     own = {id(v) for leaf in leaf_optimizers(optimizer)
-           for v in getattr(leaf, "_accumulated_gradients", [])}
-    return [v for v in optimizer.variables if id(v) not in own]
+           for v in [*getattr(leaf, "_accumulated_gradients", []), *_local_slots(leaf)]}
+    return [v for v in optimizer.variables if id(v) not in own and not is_divided(v)]
+
+
+def _local_slots(leaf: Optimizer) -> list[Any]:
+    """The states of local variables: Keras keeps each kind in a list, in build order."""
+    is_local = leaf.__dict__.get(_IS_LOCAL)
+    if is_local is None:
+        return []
+    trainable = list(leaf._trainable_variables)
+    local = [i for i, v in enumerate(trainable) if is_local(v)]
+    slots = [values for name, values in vars(leaf).items()
+             if isinstance(values, list) and len(values) == len(trainable)
+             and name not in ("_variables", "_trainable_variables")]
+    return [values[i] for values in slots for i in local]
+
+
+def slots(optimizer: Optimizer, count: int) -> dict[str, list[Any]]:
+    """What a built optimizer keeps for its variables: attribute -> a variable (or None) each.
+
+    Args:
+        optimizer: One that updates variables.
+        count: Integer, how many it was built for.
+    """
+    if not count:
+        return {}
+    return {name: list(value) for name, value in vars(optimizer).items()
+            if name not in ("_variables", "_trainable_variables")
+            and isinstance(value, list) and len(value) == count
+            and any(v is not None for v in value)
+            and all(v is None or isinstance(v, keras.Variable) for v in value)}
+
+
+def unbuild(optimizer: Optimizer) -> None:
+    """Forget what `build` has made, so that the optimizer can be built for other variables."""
+    kept = {id(optimizer._iterations), id(optimizer._learning_rate)}
+    for variable in optimizer.variables:
+        if id(variable) not in kept:
+            optimizer._untrack_variable(variable)
+    optimizer._trainable_variables_indices.clear()
+    optimizer.built = False
+
+
+def mark_divided(variable: Any) -> None:
+    """Note that each rank has another part of this variable."""
+    set_on_instance(variable, _DIVIDED, True)
+
+
+def is_divided(variable: Any) -> bool:
+    """Whether each rank has another part of this variable."""
+    return _DIVIDED in getattr(variable, "__dict__", {})
+
+
+def check_batch_normalization() -> None:
+    """Refuse a Keras whose batch normalization does not take its moments from one method.
+
+    Raises:
+        OptimizerError: Naming what was expected.
+    """
+    check_keras()
+    cls = keras.layers.BatchNormalization
+    method = getattr(cls, MOMENTS, None)
+    found = list(inspect.signature(method).parameters)[1:] if method else None
+    called = MOMENTS in inspect.unwrap(cls.call).__code__.co_names
+    if found != ["inputs", "mask"] or not called:
+        raise OptimizerError(
+            f"Keras {keras.__version__}: BatchNormalization.call was expected to use "
+            f"{MOMENTS}(inputs, mask), found {'nothing' if found is None else found}. This Keras "
+            "is not known to hvdtrain; leave sync_batch_norm out, or install another.")
+
+
+def batch_normalizations(model: Any) -> list[Any]:
+    """The batch normalizations of a model, in its order; those of models within it too.
+
+    Raises:
+        OptimizerError: One has a method of its own for the moments.
+    """
+    cls = keras.layers.BatchNormalization
+    found = [layer for layer in model._flatten_layers() if isinstance(layer, cls)]
+    for layer in found:
+        if getattr(type(layer), MOMENTS) is not getattr(cls, MOMENTS):
+            raise OptimizerError(
+                f"The layer `{layer.name}` ({type(layer).__name__}) computes its moments in its "
+                f"own way ({MOMENTS}), so it cannot be synchronized over ranks. Use a "
+                "keras.layers.BatchNormalization, or leave sync_batch_norm out.")
+    return found
 
 
 def inside_xla() -> bool:

@@ -8,36 +8,34 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
-from hvdtrain.errors import ConfigError, OptimizerError
-from hvdtrain.optim import keras_seam
+from hvdtrain.errors import OptimizerError
+from hvdtrain.log import get_logger
+from hvdtrain.optim import keras_seam, sparse
+from hvdtrain.optim.compression import Wires
+from hvdtrain.optim.options import ReducerOptions
+from hvdtrain.optim.pattern import GradientKind, Report, refuse_differences
+from hvdtrain.optim.sparse import SparseChoice, merge_rows
+from hvdtrain.optim.wire import Wire, multiplied, number_bytes
 
-_NATIVE = (tf.float16, tf.float32, tf.float64)
+__all__ = ["GradientReducer", "ReducerOptions", "merge_rows"]
+Pattern = tuple[GradientKind, ...]
+_INT32_END = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReducerOptions:
-    """How gradients are reduced."""
+class _Dense:
+    """A dense gradient on its way."""
 
-    bucket_bytes: int = 32 << 20
-    """Gradients are fused into groups of about this size, last layer first, so that the first
-    group can travel while the backward pass goes on."""
-    sparse: Literal["gather", "dense"] = "gather"
-    """IndexedSlices (embeddings): `gather` sends the rows used, `dense` the whole table. Rows
-    that occur twice are merged either way, which Keras itself does not do."""
-
-    def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
-            raise ConfigError(f"bucket_bytes must be positive. Received: {self.bucket_bytes}")
-        if self.sparse not in ("gather", "dense"):
-            raise ConfigError(
-                f"sparse must be 'gather' or 'dense'. Received: sparse={self.sparse!r}")
+    position: int
+    gradient: Any
+    key: Hashable
 
 
 class GradientReducer:
@@ -47,73 +45,148 @@ class GradientReducer:
         collective: The collective to use.
         name: String, unique to the optimizer, equal on all ranks.
         options: How to reduce.
+        loss_scale: Callable that gives the factor that the gradients carry, where they carry
+            one; None otherwise.
+        updates_rows: Boolean, the optimizer changes only the rows of a sparse gradient.
     """
 
-    def __init__(self, collective: Collective, name: str, options: ReducerOptions) -> None:
+    def __init__(self, collective: Collective, name: str, options: ReducerOptions,
+                 loss_scale: Callable[[], Any] | None = None, *,
+                 updates_rows: bool = True) -> None:
+        self._updates_rows = updates_rows
         self._collective = collective
         self._name = name
         self._options = options
+        self._wires = Wires(collective, options, loss_scale)
         self._calls: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+        self._agreed: dict[Pattern, dict[int, SparseChoice]] = {}
 
-    def __call__(self, gradients: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def __call__(self, gradients: Sequence[Any], variables: Sequence[Any],
+                 indices: Sequence[int]) -> list[Any]:
         """Average `gradients` over all ranks. All ranks must call it with the same structure.
 
         Args:
             gradients: Sequence of tensors, `IndexedSlices` or None, in build order.
-            indices: Sequence of integers, the build index of each gradient's variable.
+            variables: Sequence of their variables.
+            indices: Sequence of integers, the build index of each variable.
 
         Returns:
-            A list in the same order: dense tensors of the same shape and dtype, merged
-            `IndexedSlices` for sparse gradients, None for None.
+            A list in the same order: dense tensors of the same shape and dtype, for sparse
+            gradients dense tensors or `IndexedSlices`, None for None. Gradients of local
+            variables are this rank's own.
+
+        Raises:
+            OptimizerError: The ranks have different gradients, or XLA compiles the step.
         """
         self._refuse_xla()
-        out = [merge_rows(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
-        if self._collective.size == 1:
+        out = list(gradients)
+        shared = self._shared(gradients, variables)
+        for position in set(range(len(out))) - set(shared):
+            out[position] = self._merged(out[position])
+        if not shared:
             return out
-        name = self._call_name(indices)
-        dense: list[tuple[int, Any]] = []
-        for position, gradient in enumerate(out):
-            if gradient is None:
+        choices = self._agree([_kind_of(gradients[p], variables[p], indices[p]) for p in shared])
+        name = self._call_name([indices[p] for p in shared])
+        dense: list[_Dense] = []
+        for position in shared:
+            gradient, variable = gradients[position], variables[position]
+            choice = choices.get(indices[position])
+            if choice is not None and choice.way == "gather":
+                out[position] = self._gather_rows(
+                    gradient, variable.shape[0], choice, f"{name}.s{position}")
                 continue
-            if not isinstance(gradient, tf.IndexedSlices) or self._options.sparse == "dense":
-                dense.append((position, tf.convert_to_tensor(gradient)))
-            else:
-                out[position] = self._gather_rows(gradient, f"{name}.s{position}")
-        for number, bucket in enumerate(self._buckets(dense)):
-            wire = [_to_wire(gradient) for _, gradient in bucket]
-            reduced = self._average(wire, f"{name}.b{number}")
-            for (position, gradient), result in zip(bucket, reduced, strict=True):
-                result.set_shape(gradient.shape)
-                out[position] = tf.cast(result, gradient.dtype)
+            if isinstance(gradient, tf.IndexedSlices):
+                gradient = sparse.densify(gradient, variable.shape[0])
+            gradient = tf.convert_to_tensor(gradient)
+            gradient.set_shape(variable.shape)
+            key = keras_seam.variable_key(variable) or indices[position]
+            dense.append(_Dense(position=position, gradient=gradient, key=key))
+        for number, (wire, bucket) in enumerate(self._buckets(dense)):
+            means = wire.average([one.gradient for one in bucket], [one.key for one in bucket],
+                                 name=f"{name}.b{number}")
+            for one, mean in zip(bucket, means, strict=True):
+                mean.set_shape(one.gradient.shape)
+                out[one.position] = mean
         return out
 
-    def _average(self, wire: list[Any], name: str) -> list[Any]:
-        """Average over ranks. float16 is divided first: the sum of N could overflow."""
-        if wire[0].dtype != tf.float16:
-            return self._collective.reduce(wire, name=name, op="average")
-        scale = tf.constant(1.0 / self._collective.size, tf.float16)
-        return self._collective.reduce([w * scale for w in wire], name=name, op="sum")
+    def _shared(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[int]:
+        """Positions of the gradients that are averaged over ranks."""
+        if self._collective.size == 1:
+            return []
+        return [position for position, (gradient, variable) in enumerate(
+                    zip(gradients, variables, strict=True))
+                if gradient is not None and not self._options.is_local(
+                    keras_seam.variable_path(variable), variable)]
 
-    def _buckets(self, dense: list[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
-        """Group by dtype and size, in the order in which the backward pass makes them."""
-        done: list[list[tuple[int, Any]]] = []
-        open_buckets: dict[Any, tuple[list[tuple[int, Any]], int]] = {}
-        for position, gradient in reversed(dense):
-            bucket, size = open_buckets.get(gradient.dtype, ([], 0))
-            bucket.append((position, gradient))
-            size += (gradient.shape.num_elements() or 0) * gradient.dtype.size
+    def _merged(self, gradient: Any) -> Any:
+        merge = isinstance(gradient, tf.IndexedSlices) and self._options.merge == "sum"
+        return merge_rows(gradient) if merge else gradient
+
+    def _agree(self, kinds: Sequence[GradientKind]) -> dict[int, SparseChoice]:
+        """How each sparse gradient travels, by index, as all ranks decided together.
+
+        The ranks speak when this one has not met the pattern before, while the step is traced.
+        A retrace on one rank alone, because of another batch size, has a pattern that is known;
+        one that is not known could only hang.
+        """
+        pattern = tuple(kinds)
+        if pattern not in self._agreed:
+            report = Report(reducer=self._name, options=self._options.text, kinds=pattern)
+            with tf.init_scope():
+                reports = self._collective.gather_objects(report)
+            refuse_differences(reports)
+            self._agreed[pattern] = self._choose(reports)
+        return self._agreed[pattern]
+
+    def _choose(self, reports: Sequence[Report]) -> dict[int, SparseChoice]:
+        chosen = {}
+        for kinds in zip(*(report.kinds for report in reports), strict=True):
+            kind = kinds[0]
+            if kind.form == "dense":
+                continue
+            dtype = tf.as_dtype(kind.dtype)
+            count = int(tf.TensorShape(kind.shape).num_elements() or 0)
+            choice = sparse.choose(
+                kinds, self._options, updates_rows=self._updates_rows,
+                value_bytes=self._wires.value_bytes(dtype),
+                dense_bytes=self._wires.of(dtype, kind.shape).dense_bytes(
+                    count, number_bytes(dtype)))
+            chosen[kind.index] = choice
+            if self._collective.rank == 0:
+                get_logger().info("Sparse gradient of `%s`, %s: %s (%s).", kind.name, kind,
+                                  choice.way, choice.reason)
+        return chosen
+
+    def _buckets(self, dense: Sequence[_Dense]) -> list[tuple[Wire, list[_Dense]]]:
+        """Group by wire, dtype and size, in the order in which the backward pass makes them."""
+        done: list[tuple[Wire, list[_Dense]]] = []
+        open_buckets: dict[Any, tuple[list[_Dense], int]] = {}
+        for one in reversed(dense):
+            wire = self._wires.of(one.gradient.dtype, one.gradient.shape.as_list())
+            key = (wire, one.gradient.dtype)
+            bucket, size = open_buckets.get(key, ([], 0))
+            bucket.append(one)
+            size += (one.gradient.shape.num_elements() or 0) * one.gradient.dtype.size
             if size >= self._options.bucket_bytes:
-                done.append(bucket)
+                done.append((wire, bucket))
                 bucket, size = [], 0
-            open_buckets[gradient.dtype] = (bucket, size)
-        return done + [bucket for bucket, _ in open_buckets.values() if bucket]
+            open_buckets[key] = (bucket, size)
+        return done + [(key[0], bucket) for key, (bucket, _) in open_buckets.items() if bucket]
 
-    def _gather_rows(self, gradient: Any, name: str) -> Any:
+    def _gather_rows(self, gradient: Any, table_rows: int, choice: SparseChoice,
+                     name: str) -> Any:
         """Send the rows used, average them where several ranks used the same."""
-        values = self._collective.allgather(_to_wire(gradient.values), name=f"{name}.values")
-        rows = self._collective.allgather(gradient.indices, name=f"{name}.rows")
-        values = tf.cast(values, gradient.values.dtype) / self._collective.size
-        return merge_rows(tf.IndexedSlices(values, rows, gradient.dense_shape))
+        mine = self._merged(gradient)
+        values = self._wires.gather_values(mine.values, name=f"{name}.values")
+        dtype = mine.indices.dtype
+        sent = tf.cast(mine.indices, tf.int32 if table_rows < _INT32_END else dtype)
+        rows = self._collective.allgather(sent, name=f"{name}.rows")
+        gathered = tf.IndexedSlices(multiplied(values, self._wires.factor, values.dtype),
+                                    tf.cast(rows, dtype), mine.dense_shape)
+        if choice.form == "dense":
+            return sparse.densify(gathered, table_rows)
+        return self._merged(gathered)
 
     def _call_name(self, indices: Sequence[int]) -> str:
         """Equal on all ranks, and unique among calls that can be in flight together."""
@@ -134,17 +207,9 @@ class GradientReducer:
                 "to keep XLA, compile only the function that computes the gradients.")
 
 
-def _to_wire(tensor: Any) -> Any:
-    """Cast dtypes that no collective takes (bfloat16, float8) to float32."""
-    return tensor if tensor.dtype in _NATIVE else tf.cast(tensor, tf.float32)
-
-
-def merge_rows(gradient: Any) -> Any:
-    """Sum the rows that occur more than once.
-
-    Adaptive optimizers and clipping of Keras 3 treat each occurrence as a gradient of its own,
-    which differs from the dense gradient (by up to 2e-1 after four steps of RMSprop).
-    """
-    rows, position = tf.unique(gradient.indices)
-    values = tf.math.unsorted_segment_sum(gradient.values, position, tf.shape(rows)[0])
-    return tf.IndexedSlices(values, rows, gradient.dense_shape)
+def _kind_of(gradient: Any, variable: Any, index: int) -> GradientKind:
+    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    return GradientKind(
+        index=index, name=keras_seam.variable_path(variable),
+        form="sparse" if is_sparse else "dense", dtype=gradient.dtype.name,
+        shape=tuple(variable.shape), ids=sparse.static_ids(gradient) if is_sparse else None)

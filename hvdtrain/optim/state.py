@@ -1,4 +1,4 @@
-"""Variables over ranks: broadcast from the chief, and a checksum that finds ranks that differ."""
+"""Variables over ranks: broadcast, averaged, and a checksum that finds ranks that differ."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
 from hvdtrain.errors import TrainingError
@@ -20,7 +21,7 @@ SEED_STRIDE = 7919
 
 
 def training_state(model: Any) -> list[Any]:
-    """Every variable that a training step reads or writes: model, optimizer, seeds.
+    """Every variable that a training step reads or writes on all ranks: model, optimizer, seeds.
 
     Returns:
         A list of Keras variables without duplicates, in an order that depends on the model only.
@@ -29,7 +30,8 @@ def training_state(model: Any) -> list[Any]:
     optimizer = getattr(model, "optimizer", None)
     for variable in [*model.variables, *(optimizer.variables if optimizer else []),
                      keras_seam.global_seed_variable()]:
-        found.setdefault(id(variable), variable)
+        if not keras_seam.is_divided(variable):
+            found.setdefault(id(variable), variable)
     return list(found.values())
 
 
@@ -110,6 +112,36 @@ def fold_rank_into_seeds(variables: Iterable[Any], rank: int) -> None:
         state = _value(variable).copy()
         state[0] += np.asarray(rank * SEED_STRIDE).astype(state.dtype)
         variable.assign(state)
+
+
+def average_statistics(collective: Collective, model: Any) -> int:
+    """Give all ranks the mean of what layers have gathered about their data. All ranks.
+
+    That is each float weight that no gradient updates and that differs between the ranks:
+    moving means and variances. One that is equal on all ranks stays as it is, bit for bit.
+    The mean of the ranks' variances leaves out how far their means lie apart.
+
+    Args:
+        collective: The collective to use.
+        model: A built model, of the same structure on all ranks.
+
+    Returns:
+        How many variables were averaged; equal on all ranks.
+    """
+    if collective.size == 1:
+        return 0
+    found = [v for v in model.non_trainable_weights
+             if keras.backend.is_float_dtype(keras.backend.standardize_dtype(v.dtype))]
+    everyone = collective.gather_objects(digests(found).values)
+    differing = [v for i, v in enumerate(found) if any(
+        values[i] != everyone[0][i] for values in everyone)]
+    if differing:
+        means = collective.reduce(
+            [tf.constant(_value(v).astype(np.float64)) for v in differing],
+            name="hvdtrain.statistics", op="average")
+        for variable, mean in zip(differing, means, strict=True):
+            variable.assign(mean.numpy().astype(_value(variable).dtype))
+    return len(differing)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -102,7 +103,7 @@ def test_a_custom_loop_with_different_orders_and_missing_gradients(
 
 
 @TWO
-@pytest.mark.parametrize("sparse", ["gather", "dense"])
+@pytest.mark.parametrize("sparse", ["auto", "gather", "dense"])
 def test_embeddings_with_repeated_rows_train_as_the_dense_gradient_does(
         sparse, rank_session, keras, tf):
     import hvdtrain
@@ -379,3 +380,417 @@ def test_an_error_on_the_chief_reaches_every_rank(rank_session):
     with pytest.raises(CheckpointError, match="disk full"):
         on_chief(rank_session.collective, fails)
     assert on_chief(rank_session.collective, lambda: 7) == 7
+
+
+class Counting:
+    """A collective that counts what is asked of it; eagerly, each call is one."""
+
+    def __init__(self, inner):
+        self._inner, self.calls = inner, []
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def reduce(self, tensors, *, name, op):
+        self.calls.append(name)
+        return self._inner.reduce(tensors, name=name, op=op)
+
+
+@TWO
+def test_one_reduction_for_each_applied_update(rank_session, keras, tf):
+    import hvdtrain
+    counting = Counting(rank_session.collective)
+    optimizer = hvdtrain.DistributedOptimizer(
+        keras.optimizers.SGD(0.1, gradient_accumulation_steps=4), collective=counting)
+    v, w = keras.Variable([1.0, 2.0]), keras.Variable([3.0])
+    optimizer.build([v, w])
+    for step in range(8):
+        optimizer.apply([tf.constant([1.0, step]), tf.constant([2.0])], [v, w])
+    assert len(counting.calls) == 2  # both variables are in one bucket
+    assert_same_everywhere(rank_session, [v, w])
+
+
+@TWO
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(("difference", "message"), [
+    ("missing", r"for variable 1 \(`.*b`\) rank 0 has a dense float32 gradient \(2\), rank 1 has"
+                r" none"),
+    ("sparse", r"for variable 0 \(`.*a`\) rank 0 has a dense .* rank 1 has a sparse float32"),
+    ("options", "Rank 1 was given other ReducerOptions than rank 0"),
+])
+def test_ranks_with_other_gradients_are_refused_instead_of_waiting(
+        difference, message, eager, rank_session, keras, tf):
+    import hvdtrain
+    from hvdtrain.errors import OptimizerError
+    odd = rank_session.world.rank == 1
+    options = hvdtrain.ReducerOptions(
+        bucket_bytes=99 if odd and difference == "options" else 100)
+    optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1), options=options)
+    a, b = keras.Variable(np.ones((4, 2), "f4"), name="a"), keras.Variable([1.0, 2.0], name="b")
+    optimizer.build([a, b])
+
+    def step(x):
+        first = x
+        if odd and difference == "sparse":
+            first = tf.IndexedSlices(x[:1], tf.constant([2]), tf.constant([4, 2]))
+        optimizer.apply([first, None if odd and difference == "missing" else x[0]], [a, b])
+    with pytest.raises(OptimizerError, match=message):
+        (step if eager else tf.function(step))(tf.ones((4, 2)))
+
+
+@TWO
+def test_a_trace_of_one_rank_alone_keeps_nobody_waiting(rank_session, keras, tf):
+    import hvdtrain
+    rank = rank_session.world.rank
+    table, bias = keras.Variable(np.ones((50, 2), "f4")), keras.Variable([1.0, 2.0])
+    optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.Adam(0.1))
+    optimizer.build([table, bias])
+
+    @tf.function
+    def step(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((tf.gather(table.value, ids) + bias.value) ** 2)
+        optimizer.apply(tape.gradient(loss, [table.value, bias.value]), [table, bias])
+    for number in range(4):
+        # Rank 1 has another batch in step 2, and traces anew.
+        step(tf.range(2 if rank == 1 and number == 2 else 8) * 5)
+    assert_same_everywhere(rank_session, [table, bias, *optimizer.variables])
+
+
+@TWO
+@pytest.mark.parametrize(("rows", "ids_of_ranks", "kind"), [
+    (5000, (8, 8), "sparse"), (5000, (8, 3), "sparse"), (40, (400, 400), "dense"),
+    (40, (400, 300), "dense")])
+def test_the_way_of_a_sparse_gradient_is_the_same_on_all_ranks(
+        rows, ids_of_ranks, kind, rank_session, tf):
+    import hvdtrain
+    rng = np.random.default_rng(0)
+    table = tf.Variable(tf.zeros((rows, 4)), name="table")
+    ids = [rng.integers(0, rows, n) for n in ids_of_ranks]
+    with hvdtrain.DistributedGradientTape() as tape:
+        loss = tf.reduce_sum(tf.gather(table, ids[rank_session.world.rank]))
+    gradient = tape.gradient(loss, table)
+    assert isinstance(gradient, tf.IndexedSlices) == (kind == "sparse")
+    expected = np.zeros((rows, 4), "f4")
+    np.add.at(expected, np.concatenate(ids), 0.5)
+    np.testing.assert_allclose(tf.convert_to_tensor(gradient), expected, atol=1e-6)
+
+
+@TWO
+def test_rows_that_are_left_apart_train_as_plain_keras_does(rank_session, keras, tf):
+    import hvdtrain
+    rank = rank_session.world.rank
+    ids = np.random.default_rng(0).integers(0, 12, size=(6, 8, 6))
+
+    def train(wrap, rows):
+        table = keras.Variable(np.random.default_rng(2).normal(size=(12, 3)).astype("f4"))
+        optimizer = keras.optimizers.RMSprop(0.05)
+        if wrap:
+            hvdtrain.DistributedOptimizer(
+                optimizer, options=hvdtrain.ReducerOptions(merge="none"))
+        optimizer.build([table])
+        for batch in ids:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.gather(table.value, batch[rows]) ** 2)
+            optimizer.apply([tape.gradient(loss, table.value)], [table])
+        return table
+    mine = train(True, slice(4 * rank, 4 * rank + 4))
+    np.testing.assert_allclose(mine.numpy(), train(False, slice(0, 8)).numpy(), atol=2e-6)
+    assert_same_everywhere(rank_session, [mine])
+
+
+ON_ALL = [pytest.param(name, marks=pytest.mark.ranks(2, collective=name), id=name)
+          for name in ("horovod-gloo", "mpi4py")]
+
+
+_numbers = itertools.count()
+
+
+def reducer(collective, **options):
+    from hvdtrain.optim import ReducerOptions
+    from hvdtrain.optim.reducer import GradientReducer
+    return GradientReducer(collective, f"test{next(_numbers)}", ReducerOptions(**options))
+
+
+@pytest.mark.parametrize("collective", ON_ALL)
+@pytest.mark.parametrize(("options", "dtypes", "tolerance"), [
+    ({}, ("float32", "float64", "float16", "bfloat16"), 1e-6),
+    ({"predivide": 3.0}, ("float32", "float64", "float16", "bfloat16"), 1e-6),
+    ({"op": "sum"}, ("float32", "float64"), 1e-6),
+    ({"compression": "fp16"}, ("float32", "float64", "bfloat16", "float16"), 1e-3),
+    ({"compression": "fp16", "predivide": 8.0}, ("float32",), 1e-3),
+    ({"compression": "bf16"}, ("float32", "float64", "bfloat16", "float16"), 1e-2),
+])
+@pytest.mark.parametrize("graph", [False, True])
+def test_averages_over_each_wire(collective, options, dtypes, tolerance, graph, rank_session, tf):
+    own = {"float16": 2e-3, "bfloat16": 1e-2}  # of the gradient itself
+    rng = np.random.default_rng(7)
+    shapes = [(5, 3), (), (7,), (1200,)]
+    parts = [[rng.normal(size=(2, *shape)) for shape in shapes] for _ in dtypes]
+    variables = [tf.Variable(tf.zeros(shape, dtype)) for dtype in dtypes for shape in shapes]
+    mine = [tf.cast(part[rank_session.world.rank], dtype)
+            for dtype, group in zip(dtypes, parts, strict=True) for part in group]
+    reduce = reducer(rank_session.collective, **options)
+
+    def step(*gradients):
+        return reduce(gradients, variables, range(len(gradients)))
+    out = (tf.function(step) if graph else step)(*mine)
+    for got, gradient, part in zip(out, mine, [p for g in parts for p in g], strict=True):
+        assert got.dtype == gradient.dtype
+        assert got.shape == gradient.shape
+        expected = part.sum(0) if options.get("op") == "sum" else part.mean(0)
+        np.testing.assert_allclose(tf.cast(got, tf.float64), expected,
+                                   atol=4 * max(tolerance, own.get(gradient.dtype.name, 0)))
+    everyone = rank_session.collective.gather_objects(
+        [np.asarray(tf.cast(t, tf.float64)).tolist() for t in out])
+    assert everyone[0] == everyone[1]
+
+
+@TWO
+@pytest.mark.parametrize(("compression", "value", "expected"), [
+    ("fp16", 6e4, 6e4), ("bf16", 6e4, 6e4), ("bf16", 3e38, 3e38), ("bf16", 1e-9, 1e-9),
+    ("topk", 3e38, 3e38)])
+def test_sums_do_not_overflow_on_the_way(compression, value, expected, rank_session, tf):
+    reduce = reducer(rank_session.collective, compression=compression, topk_ratio=1.0)
+    variable = tf.Variable(tf.zeros([1200]))
+    out = reduce([tf.fill([1200], value)], [variable], [0])[0].numpy()
+    out = out[out != 0] if compression == "topk" else out
+    np.testing.assert_allclose(out, expected, rtol=1e-2)
+
+
+@pytest.mark.parametrize("collective", ON_ALL)
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "topk"])
+def test_gathered_rows_over_each_wire(collective, compression, rank_session, tf):
+    rank = rank_session.world.rank
+    reduce = reducer(rank_session.collective, compression=compression, sparse="gather")
+    table = tf.Variable(tf.zeros((1000, 3)))
+    rows = [[4, 9, 4], [9, 7]][rank]
+    slices = tf.IndexedSlices(tf.ones((len(rows), 3)) * (rank + 0.3), tf.constant(rows),
+                              tf.constant([1000, 3]))
+    out = reduce([slices], [table], [0])[0]
+    assert sorted(out.indices.numpy()) == [4, 7, 9]
+    dense = tf.convert_to_tensor(out).numpy()[:, 0]
+    np.testing.assert_allclose(dense[[4, 7, 9]], [0.3, 0.65, 0.8], rtol=1e-2)
+
+
+@pytest.mark.parametrize("collective", ON_ALL)
+def test_what_top_k_keeps_back_is_sent_later(collective, rank_session, tf):
+    rank = rank_session.world.rank
+    reduce = reducer(rank_session.collective, compression="topk", topk_ratio=0.02)
+    rng = np.random.default_rng(3)
+    both = rng.normal(size=(2, 4096)).astype("f4")
+    small = tf.Variable(tf.zeros([10]))
+    variable = tf.Variable(tf.zeros([64, 64]))
+
+    @tf.function
+    def step(gradient, little):
+        return reduce([gradient, little], [variable, small], [0, 1])
+    mine, zero = tf.reshape(both[rank], [64, 64]), tf.zeros([64, 64])
+    total, sent = 0, []
+    for number in range(80):
+        large, little = step(mine if number < 20 else zero, tf.fill([10], float(rank)))
+        np.testing.assert_array_equal(little, np.full(10, 0.5, "f4"))
+        total += large.numpy().reshape(-1)
+        sent.append(np.count_nonzero(large))
+    assert max(sent) <= 2 * 81  # a fiftieth of the elements, of two ranks
+    np.testing.assert_allclose(total, 20 * both.mean(0), atol=0.15)
+    assert_same_everywhere(rank_session, [tf.Variable(total)])
+
+
+@TWO
+def test_a_gradient_that_is_not_finite_leaves_no_trace_in_top_k(rank_session, tf):
+    rank = rank_session.world.rank
+    variable = tf.Variable(tf.zeros([2000]))
+    good = tf.random.stateless_normal([2000], [1, rank])
+    after = []
+    for bad_values in ((), (np.inf, np.nan)):
+        reduce = reducer(rank_session.collective, compression="topk")
+        reduce([good], [variable], [0])
+        for value in bad_values:
+            bad = tf.concat([[value], good[1:]], 0) if rank == 1 else good
+            assert not np.isfinite(reduce([bad], [variable], [0])[0].numpy()).all()
+        after.append(reduce([tf.zeros([2000])], [variable], [0])[0].numpy())
+    assert np.count_nonzero(after[0])
+    np.testing.assert_array_equal(after[0], after[1])
+
+
+@TWO
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "topk"])
+@pytest.mark.parametrize("steps", [None, 2], ids=["each-step", "accumulating"])
+def test_all_ranks_skip_or_apply_together_under_loss_scaling(
+        compression, steps, rank_session, keras, tf):
+    import hvdtrain
+    rank = rank_session.world.rank
+    v = keras.Variable(np.ones(2000, "f4"))
+    inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=steps)
+    optimizer = hvdtrain.DistributedOptimizer(
+        keras.optimizers.LossScaleOptimizer(inner, initial_scale=1024.0),
+        options=hvdtrain.ReducerOptions(compression=compression))
+    optimizer.build([v])
+
+    @tf.function
+    def step(gradient):
+        optimizer.apply([gradient * optimizer.dynamic_scale], [v])
+    good = tf.random.stateless_normal([2000], [3, rank])
+    overflow = tf.concat([[np.inf], good[1:]], 0)
+    step(overflow if rank == 1 else good)
+    np.testing.assert_array_equal(v.numpy(), np.ones(2000))
+    assert float(optimizer.dynamic_scale.numpy()) == 512.0
+    assert int(inner.iterations.numpy()) == 0
+    for _ in range(steps or 1):
+        step(good)
+    assert int(inner.iterations.numpy()) == 1  # updates, not calls
+    mean = np.mean([tf.random.stateless_normal([2000], [3, r]) for r in (0, 1)], axis=0)
+    moved = (1 - v.numpy()) / 0.1
+    assert np.count_nonzero(moved)
+    if compression != "topk":
+        np.testing.assert_allclose(moved, mean, atol=0.02)
+    assert_same_everywhere(rank_session, [v, *optimizer.variables])
+
+
+@TWO
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_mixed_precision_with_an_overflow_on_one_rank(policy, rank_session, keras, tf):
+    import hvdtrain
+    rank = rank_session.world.rank
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, dtype=policy),
+                              keras.layers.Dense(1, dtype=policy)])
+    optimizer = keras.optimizers.SGD(0.01)
+    if policy == "mixed_float16":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=256.0)
+    model.compile(hvdtrain.DistributedOptimizer(
+        optimizer, options=hvdtrain.ReducerOptions(compression="bf16")), "mse", jit_compile=False)
+    optimizer.build(model.trainable_variables)
+    before = model.trainable_variables[0].numpy()
+    x = np.random.default_rng(rank).normal(size=(8, 4)).astype("f4")
+    if policy == "mixed_float16":
+        bad = x * 1e6 if rank == 1 else x  # float16 overflows in the forward pass
+        model.fit(bad, bad[:, :1], batch_size=8, verbose=0)
+        np.testing.assert_array_equal(model.trainable_variables[0].numpy(), before)
+        assert float(optimizer.dynamic_scale.numpy()) == 128.0
+    model.fit(x, x[:, :1], batch_size=4, verbose=0)
+    assert np.abs(model.trainable_variables[0].numpy() - before).max() > 1e-5
+    assert_same_everywhere(rank_session, [*model.trainable_variables, *optimizer.variables])
+
+
+@TWO
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_of_local_variables_stay_on_their_rank(scaled, rank_session, keras, tf):
+    import hvdtrain
+    from hvdtrain.optim import keras_seam
+    rank = rank_session.world.rank
+    a, own = keras.Variable([1.0], name="a"), keras.Variable([1.0] * (rank + 1), name="own")
+    optimizer = keras.optimizers.SGD(1.0, momentum=0.5)
+    if scaled:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=4.0)
+    hvdtrain.DistributedOptimizer(
+        optimizer, options=hvdtrain.ReducerOptions(local_variables=("own",)))
+    optimizer.build([a, own])
+    factor = 4.0 if scaled else 1.0
+
+    def apply(value):
+        optimizer.apply([tf.constant([value * factor]),
+                         tf.constant([float(rank) * factor] * (rank + 1))], [a, own])
+    apply(float(rank))
+    np.testing.assert_allclose(a.numpy(), [0.5])
+    np.testing.assert_allclose(own.numpy(), [1.0 - rank] * (rank + 1))
+    assert_same_everywhere(rank_session, [
+        *keras_seam.shared_weights(optimizer, [a, own]), *keras_seam.shared_variables(optimizer)])
+    if scaled:
+        apply(np.inf if rank == 1 else 0.0)
+        np.testing.assert_allclose(a.numpy(), [0.5])
+        assert float(optimizer.dynamic_scale.numpy()) == 2.0
+
+
+@pytest.mark.parametrize("collective", ON_ALL)
+def test_a_loop_with_a_tape_trains_as_one_process_does(collective, rank_session, keras, tf):
+    import hvdtrain
+    rank = rank_session.world.rank
+
+    def make(seed):
+        rng = np.random.default_rng(seed)
+        return [tf.Variable(rng.normal(size=s).astype("f4"), name=n)
+                for n, s in (("w", (5, 3)), ("table", (9, 3)), ("b", (1,)))]
+
+    def step_of(variables, optimizer, tape_of):
+        @tf.function
+        def step(x, y):
+            with tape_of() as tape:
+                rows = tf.reduce_mean(tf.gather(variables[1], [1, 2, 7]), 0)
+                hidden = x @ variables[0] + rows
+                loss = tf.reduce_mean((tf.reduce_sum(hidden, 1) + variables[2] - y[:, 0]) ** 2)
+            optimizer.apply(tape.gradient(loss, variables), variables)
+        return step
+    mine, alone = make(rank), make(0)
+    sent = hvdtrain.broadcast_variables(mine)
+    assert sent == sum(v.numpy().nbytes for v in mine)
+    optimizers = [keras.optimizers.Adam(0.05) for _ in range(2)]
+    for optimizer, variables in zip(optimizers, (mine, alone), strict=True):
+        optimizer.build(variables)
+    distributed = step_of(mine, optimizers[0], hvdtrain.DistributedGradientTape)
+    reference = step_of(alone, optimizers[1], tf.GradientTape)
+    for number in range(6):
+        x, y, all_x, all_y = loop_data(tf, rank, number)
+        distributed(x, y)
+        reference(all_x, all_y)
+    for a, b in zip(mine, alone, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6)
+    assert_same_everywhere(rank_session, [*mine, *optimizers[0].variables])
+
+
+@pytest.mark.ranks(2, collective="horovod-mpi")
+def test_adasum_adds_what_is_orthogonal_and_averages_what_is_parallel(rank_session, keras, tf):
+    import hvdtrain
+    rank = rank_session.world.rank
+    parts = np.random.default_rng(5).normal(size=(2, 3, 4)).astype("f4")
+    tests = {"mixed": parts, "orthogonal": np.stack([[[1, 0], [2, 0]], [[0, 3], [0, 1]]]),
+             "parallel": np.stack([np.ones((2, 2)), np.ones((2, 2))])}
+    for name, pair in tests.items():
+        a, b = pair.astype("f4")
+        dot, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
+        expected = (1 - dot / (2 * aa)) * a + (1 - dot / (2 * bb)) * b
+        v = keras.Variable(np.zeros_like(a))
+        optimizer = hvdtrain.DistributedOptimizer(
+            keras.optimizers.SGD(1.0), options=hvdtrain.ReducerOptions(op="adasum"))
+        optimizer.build([v])
+        optimizer.apply([tf.constant(pair[rank].astype("f4"))], [v])
+        np.testing.assert_allclose(-v.numpy(), expected, atol=1e-5, err_msg=name)
+        assert_same_everywhere(rank_session, [v])
+
+
+@pytest.mark.parametrize(("collective", "message"), [
+    pytest.param("horovod-gloo", "over MPI only", marks=TWO, id="gloo"),
+    pytest.param("mpi4py", "`mpi4py` has no Adasum",
+                 marks=pytest.mark.ranks(2, collective="mpi4py"), id="mpi4py")])
+def test_adasum_is_refused_where_it_is_not(collective, message, rank_session, keras):
+    import hvdtrain
+    from hvdtrain.errors import OptimizerError
+    with pytest.raises(OptimizerError, match=message):
+        hvdtrain.DistributedOptimizer(keras.optimizers.SGD(1.0),
+                                      options=hvdtrain.ReducerOptions(op="adasum"))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "topk"])
+def test_four_ranks_get_the_same_bits(compression, rank_session, tf):
+    rank = rank_session.world.rank
+    reduce = reducer(rank_session.collective, compression=compression, sparse="gather",
+                     bucket_bytes=4096)
+    variables = [tf.Variable(tf.zeros(s), name=f"v{i}")
+                 for i, s in enumerate([(3,), (50, 40), (), (2100,)])]
+    table = tf.Variable(tf.zeros([300, 5]))
+
+    @tf.function
+    def step(number):
+        normal = [tf.random.stateless_normal(v.shape, [number, 10 * rank + i])
+                  for i, v in enumerate(variables)]
+        rows = tf.random.stateless_uniform([40], [number, rank], 0, 300, tf.int32)
+        slices = tf.IndexedSlices(tf.random.stateless_normal([40, 5], [number, rank]), rows,
+                                  tf.constant([300, 5]))
+        *dense, gathered = reduce([*normal, slices], [*variables, table], range(5))
+        return [*dense, tf.convert_to_tensor(gathered)]
+    for number in range(3):
+        out = [t.numpy().tobytes() for t in step(tf.constant(number))]
+        assert all(theirs == out for theirs in rank_session.collective.gather_objects(out))

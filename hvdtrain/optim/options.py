@@ -1,0 +1,112 @@
+"""`ReducerOptions`: how gradients are reduced; and whether that can be done here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from hvdtrain.collectives.base import Collective
+from hvdtrain.config import Compression, Sparse, check_reduction
+from hvdtrain.errors import ConfigError, OptimizerError
+from hvdtrain.log import get_logger
+
+Merge = Literal["sum", "none"]
+GradientOp = Literal["average", "sum", "adasum"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReducerOptions:
+    """How gradients are reduced. Equal on all ranks (compared when the first step is traced)."""
+
+    bucket_bytes: int = 32 << 20
+    """Gradients are fused into groups of about this size, last layer first, so that the first
+    group can travel while the backward pass goes on."""
+    sparse: Sparse = "auto"
+    """IndexedSlices (embeddings): `gather` sends the rows used, `dense` the whole table, `auto`
+    decides for each table when the first step is traced."""
+    merge: Merge = "sum"
+    """`sum` adds up rows that occur twice, so that the result is that of the dense gradient.
+    `none` leaves them apart as plain Keras does, which gives another result in adaptive
+    optimizers and in clipping; the rows then always travel as they are."""
+    compression: Compression = "none"
+    """`fp16`: sums in float16, of gradients that were divided first. `bf16`: bfloat16 on the wire,
+    sums in float32. `topk`: the largest elements of each gradient; what was not sent is added
+    to the next one."""
+    topk_ratio: float = 0.04
+    """The share of a gradient's elements that `topk` sends, within 4 % of the bytes of all."""
+    predivide: float = 1.0
+    """`average`: divide gradients by this before the sum, and by N over it afterwards."""
+    op: GradientOp = "average"
+    """`sum` does not divide by N; `adasum` is Horovod's Adasum, where the collective has it."""
+    local_variables: tuple[str, ...] | Callable[[Any], bool] = ()
+    """Variables whose gradients stay on their rank: names, paths or beginnings of paths
+    (`"expert"` for all of that layer), or a function of the variable."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("sparse", Sparse), ("merge", Merge), ("compression", Compression),
+                            ("op", GradientOp)):
+            if getattr(self, name) not in get_args(known):
+                raise ConfigError(
+                    f"{name} must be one of {', '.join(map(repr, get_args(known)))}. Received: "
+                    f"{name}={getattr(self, name)!r}")
+        if self.bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes must be positive. Received: {self.bucket_bytes}")
+        check_reduction(self.compression, self.topk_ratio, self.predivide)
+        if self.merge == "none" and self.sparse == "dense":
+            raise ConfigError("merge='none' keeps repeated rows apart, which a dense table cannot: "
+                              "use sparse='gather' with it, or merge='sum'.")
+        if self.predivide != 1 and self.op != "average":
+            raise ConfigError(f"predivide splits an average. Received: predivide="
+                              f"{self.predivide:g} with op={self.op!r}")
+        if self.op == "adasum" and self.compression in ("bf16", "topk"):
+            raise ConfigError(f"Adasum cannot be combined with compression={self.compression!r}: "
+                              "use 'none' or 'fp16'.")
+        if self.op == "adasum" and (self.sparse == "gather" or self.merge == "none"):
+            raise ConfigError("Adasum works on dense gradients only: leave sparse and merge out.")
+        if isinstance(self.local_variables, str):
+            object.__setattr__(self, "local_variables", (self.local_variables,))
+
+    def is_local(self, path: str, variable: Any) -> bool:
+        """Whether the gradient of `variable`, called `path`, stays on its rank."""
+        if callable(self.local_variables):
+            return bool(self.local_variables(variable))
+        return any(path == name or path.startswith(f"{name}/") or path.split("/")[-1] == name
+                   for name in self.local_variables)
+
+    @property
+    def text(self) -> str:
+        """The settings that must be equal on all ranks."""
+        return ", ".join(f"{name}={value!r}" for name, value in vars(self).items()
+                         if name != "local_variables")
+
+
+def check_use(options: ReducerOptions, leaves: Sequence[Any], collective: Collective, *,
+              scaled: bool) -> None:
+    """Refuse what the collective or an optimizer cannot do; warn of what loses numbers.
+
+    Args:
+        options: How to reduce.
+        leaves: Sequence of Keras optimizers that update variables.
+        collective: The collective to use.
+        scaled: Boolean, the gradients carry a loss scale when they are reduced.
+
+    Raises:
+        OptimizerError: Saying what to do instead.
+    """
+    refusal = collective.refusal("adasum") if options.op == "adasum" else None
+    if refusal is not None:
+        raise OptimizerError(f"op='adasum' was asked for. {refusal}")
+    clipping = next((leaf for leaf in leaves if leaf.global_clipnorm), None)
+    if options.local_variables and clipping is not None:
+        raise OptimizerError(
+            f"`{clipping.name}` clips by the global norm, which counts the gradients of local "
+            "variables: it would differ between ranks, and so would all weights. Use clipnorm "
+            "or clipvalue, or an optimizer of its own for the local variables.")
+    if (options.compression == "fp16" and not scaled and collective.size > 1
+            and collective.rank == 0):
+        get_logger().warning(
+            "compression='fp16' without loss scaling: elements of gradients below 6e-8 become "
+            "zero. Use it with keras.optimizers.LossScaleOptimizer, which scales what is sent "
+            "(without gradient_accumulation_steps); or use 'bf16', which has the range of "
+            "float32.")

@@ -1,0 +1,60 @@
+"""Which rank holds which part of an optimizer's state: every element once, and evenly."""
+
+import numpy as np
+import pytest
+
+from hvdtrain.optim.zero_layout import Span, VariableFacts, choose_owners, plan_buckets
+
+MIB = 1 << 20
+
+
+def facts(*sizes, dtype="float32", decays=True):
+    return [VariableFacts(size=size, dtype=dtype, item_bytes=4, decays=decays) for size in sizes]
+
+
+def covered(buckets, sizes, ranks):
+    """How often each element of each variable is in a part of a rank."""
+    counts = [np.zeros(size, int) for size in sizes]
+    for bucket in buckets:
+        for rank in range(ranks):
+            spans = bucket.spans_of(rank)
+            assert sum(map(len, spans)) + bucket.padding_of(rank) == bucket.part
+            for span in spans:
+                counts[span.variable][span.start:span.stop] += 1
+    return counts
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("sizes", [
+    (1,), (7, 1, 0, 3), (1000, 10, 1000, 10), (300_000, 5, 700_001, 64), (3,) * 50])
+@pytest.mark.parametrize("bucket_bytes", [16, 4096, 32 * MIB])
+def test_each_element_belongs_to_one_rank(ranks, sizes, bucket_bytes):
+    buckets = plan_buckets(facts(*sizes), ranks=ranks, bucket_bytes=bucket_bytes)
+    for count in covered(buckets, sizes, ranks):
+        assert (count == 1).all()
+    held = sum(bucket.part for bucket in buckets)
+    assert held <= sum(sizes) / ranks + len(buckets)
+
+
+def test_a_large_variable_has_a_bucket_of_its_own_and_is_cut_where_it_is_too_large():
+    large = 5 * MIB
+    buckets = plan_buckets(facts(10, large, 20), ranks=2, bucket_bytes=8 * MIB)
+    assert [bucket.spans for bucket in buckets] == [
+        tuple([Span(variable=1, start=start, stop=min(large, start + 2 * MIB))])
+        for start in range(0, large, 2 * MIB)] + [
+        (Span(variable=2, start=0, stop=20), Span(variable=0, start=0, stop=10))]
+
+
+def test_what_decays_and_what_does_not_are_apart_and_so_are_dtypes():
+    mixed = [*facts(4), *facts(4, decays=False), *facts(4, dtype="float64"), *facts(4)]
+    buckets = plan_buckets(mixed, ranks=2, bucket_bytes=MIB)
+    kinds = {(b.dtype, b.decays): sorted(s.variable for s in b.spans) for b in buckets}
+    assert kinds == {("float32", True): [0, 3], ("float32", False): [1], ("float64", True): [2]}
+
+
+def test_owners_have_about_as_much_each():
+    sizes = [700, 300, 300, 200, 100, 100, 50, 50]
+    owners = choose_owners(sizes, 3)
+    loads = [sum(s for s, o in zip(sizes, owners, strict=True) if o == rank) for rank in range(3)]
+    assert loads == [700, 550, 550]
+    assert choose_owners([5], 3) == (0,)
