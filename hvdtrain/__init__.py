@@ -13,43 +13,77 @@ __version__ = "0.1.0"
 _LAZY = {
     "ArraySource": "hvdtrain.data.source",
     "DataSplits": "hvdtrain.data.source",
+    "DistributedGradientTape": "hvdtrain.optim",
     "DistributedOptimizer": "hvdtrain.optim",
     "FitResult": "hvdtrain.train.fit",
     "HvdtrainError": "hvdtrain.errors",
     "Job": "hvdtrain.job",
     "LocalCluster": "hvdtrain.engines.parameter_server.local_cluster",
     "PsConfig": "hvdtrain.engine_config",
+    "ReducerOptions": "hvdtrain.optim",
     "Session": "hvdtrain.session",
     "Source": "hvdtrain.data.source",
+    "StreamSource": "hvdtrain.data.stream",
     "TfConfig": "hvdtrain.engine_config",
     "TrainConfig": "hvdtrain.config",
     "World": "hvdtrain.world",
+    "broadcast_variables": "hvdtrain.optim",
+    "consolidated": "hvdtrain.optim",
     "detect_world": "hvdtrain.world.detect",
+    "evaluate": "hvdtrain.train.evaluate",
     "fit": "hvdtrain.train.fit",
     "init": "hvdtrain.session",
     "is_distributed": "hvdtrain.optim",
+    "load_csv": "hvdtrain.data.csv_files",
+    "load_dataset": "hvdtrain.data.in_memory",
+    "load_images": "hvdtrain.data.images",
+    "load_npy": "hvdtrain.data.npy",
     "load_npz": "hvdtrain.data.source",
+    "load_parquet": "hvdtrain.data.parquet",
+    "load_tfrecord": "hvdtrain.data.tfrecord",
+    "once_per_host": "hvdtrain.data.once",
+    "predict": "hvdtrain.train.evaluate",
     "shutdown": "hvdtrain.session",
+    "sync_batchnorm": "hvdtrain.optim",
+    "unpacked": "hvdtrain.data.unpack",
+    "weighted": "hvdtrain.data.weights",
 }
 
 __all__ = ["__version__", *sorted(_LAZY)]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from hvdtrain.config import TrainConfig as TrainConfig
+    from hvdtrain.data.csv_files import load_csv as load_csv
+    from hvdtrain.data.images import load_images as load_images
+    from hvdtrain.data.in_memory import load_dataset as load_dataset
+    from hvdtrain.data.npy import load_npy as load_npy
+    from hvdtrain.data.once import once_per_host as once_per_host
+    from hvdtrain.data.parquet import load_parquet as load_parquet
     from hvdtrain.data.source import ArraySource as ArraySource
     from hvdtrain.data.source import DataSplits as DataSplits
     from hvdtrain.data.source import Source as Source
     from hvdtrain.data.source import load_npz as load_npz
+    from hvdtrain.data.stream import StreamSource as StreamSource
+    from hvdtrain.data.tfrecord import load_tfrecord as load_tfrecord
+    from hvdtrain.data.unpack import unpacked as unpacked
+    from hvdtrain.data.weights import weighted as weighted
     from hvdtrain.engine_config import PsConfig as PsConfig
     from hvdtrain.engine_config import TfConfig as TfConfig
     from hvdtrain.engines.parameter_server.local_cluster import LocalCluster as LocalCluster
     from hvdtrain.errors import HvdtrainError as HvdtrainError
     from hvdtrain.job import Job as Job
+    from hvdtrain.optim import DistributedGradientTape as DistributedGradientTape
     from hvdtrain.optim import DistributedOptimizer as DistributedOptimizer
+    from hvdtrain.optim import ReducerOptions as ReducerOptions
+    from hvdtrain.optim import broadcast_variables as broadcast_variables
+    from hvdtrain.optim import consolidated as consolidated
     from hvdtrain.optim import is_distributed as is_distributed
+    from hvdtrain.optim import sync_batchnorm as sync_batchnorm
     from hvdtrain.session import Session as Session
     from hvdtrain.session import init as init
     from hvdtrain.session import shutdown as shutdown
+    from hvdtrain.train.evaluate import evaluate as evaluate
+    from hvdtrain.train.evaluate import predict as predict
     from hvdtrain.train.fit import FitResult as FitResult
     from hvdtrain.train.fit import fit as fit
     from hvdtrain.world import World as World

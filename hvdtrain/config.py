@@ -15,12 +15,14 @@ from hvdtrain.engine_config import EngineName, PsConfig, TfConfig
 from hvdtrain.errors import ConfigError
 from hvdtrain.settings import at_least, check_types, from_mapping
 
-LrScaling = Literal["linear", "sqrt", "none"]
-Remainder = Literal["pad", "drop"]
-Sparse = Literal["gather", "dense"]
+LR_SCALINGS = ("linear", "sqrt", "none")
+Remainder = Literal["pad", "drop", "join"]
+Sparse = Literal["auto", "gather", "dense"]
+Compression = Literal["none", "fp16", "bf16", "topk"]
 CollectiveName = Literal["auto", "horovod-gloo", "horovod-mpi", "mpi4py", "single"]
 
 _LONGEST_HANG_S = 1_000_000
+_LARGEST_PREDIVIDE = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,23 +39,42 @@ class TrainConfig:
     """Reshuffle all samples globally before each epoch, from (seed, epoch)."""
     remainder: Remainder = "pad"
     """What to do when the last batch does not divide by the ranks: repeat up to N-1 samples
-    (`pad`) or leave up to N-1 out (`drop`). The last batch is smaller, on all ranks alike."""
-    lr_scaling: LrScaling = "linear"
+    (`pad`) or leave up to N-1 out (`drop`), so that it is smaller on all ranks alike; or divide
+    it as it is and weight each rank by its samples (`join`), as one process would train."""
+    lr_scaling: str = "linear"
     """Multiply the learning rate by N (`linear`), the square root of N (`sqrt`) or 1 (`none`)
-    for N ranks."""
+    for N ranks, or by what a function of yours gives for N (`module:function`)."""
     warmup_epochs: float = 0.0
     """Rise from the unscaled to the scaled learning rate over so many epochs, step by step."""
     collective: CollectiveName = "auto"
     """What reduces gradients."""
     bucket_mb: float = 32.0
     """Size of a group of fused gradients, in MiB."""
-    sparse: Sparse = "gather"
-    """How gradients of embeddings travel: the rows used, or the whole table."""
+    zero: bool = False
+    """Divide the state of the optimizer over the ranks (ZeRO-1)."""
+    sync_batch_norm: bool = False
+    """Let batch normalizations use the mean and variance of the samples of all ranks."""
+    sparse: Sparse = "auto"
+    """How gradients of embeddings travel: the rows used (`gather`), the whole table (`dense`),
+    or what is fewer bytes (`auto`)."""
+    compression: Compression = "none"
+    """How gradients travel: as they are, as float16, as bfloat16 with sums in float32, or the
+    largest elements only (`topk`)."""
+    topk_ratio: float = 0.04
+    """The share of a gradient's elements that `topk` sends, within 4 % of the bytes of all."""
+    predivide: float = 1.0
+    """Divide gradients by this before they are summed, and by N over it afterwards."""
     output: Path | None = None
     """Folder for checkpoints, final model, metrics.jsonl and TensorBoard log; None writes
     nothing. `hvdtrain fit` defaults to `runs/<job>`."""
     checkpoint_every_epochs: int = 1
-    """0 writes no checkpoints."""
+    """0 writes none at the ends of epochs."""
+    checkpoint_every_steps: int = 0
+    """Write one after every so many steps as well; 0 for none."""
+    checkpoint_every_s: float = 0.0
+    """Write one within an epoch as well, when so many seconds have gone by since the last."""
+    checkpoint_background: bool = True
+    """Copy the model in memory and let a thread write the file, while training goes on."""
     keep_checkpoints: int = 3
     """So many of the newest checkpoints are kept."""
     resume: bool = False
@@ -66,6 +87,11 @@ class TrainConfig:
     """Compare a checksum of all weights over ranks after the first step and each epoch."""
     stop_on_nan: bool = True
     """Stop when a loss is not finite, naming step and rank."""
+    xla: bool = False
+    """Compile the gradients and the update of each step with XLA, the collectives between."""
+    timeline: Path | None = None
+    """Write Horovod's timeline of all collectives to this file, on the chief, for
+    `chrome://tracing` or Perfetto."""
     hang_timeout_s: float = 300.0
     """End the run where no rank has gone on, or one has not answered, for so many seconds, and
     name it. 0: never."""
@@ -78,21 +104,48 @@ class TrainConfig:
     """Settings of engine `tf`."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.output, str):
-            object.__setattr__(self, "output", Path(self.output))
+        for name in ("output", "timeline"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, Path(getattr(self, name)))
         check_types(self)
         for name in ("batch_per_rank", "epochs", "keep_checkpoints"):
             at_least(self, name, 1)
-        for name in ("checkpoint_every_epochs", "warmup_epochs", "seed"):
+        for name in ("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_s",
+                     "warmup_epochs", "seed"):
             at_least(self, name, 0)
         check_hang_timeout(self.hang_timeout_s)
         if self.bucket_mb <= 0:
             raise ConfigError(f"bucket_mb must be positive. Received: bucket_mb={self.bucket_mb}")
+        check_reduction(self.compression, self.topk_ratio, self.predivide)
+        if self.lr_scaling not in LR_SCALINGS and ":" not in self.lr_scaling:
+            raise ConfigError(f"lr_scaling must be one of {', '.join(map(repr, LR_SCALINGS))}, or "
+                              f"'module:function'. Received: lr_scaling={self.lr_scaling!r}")
+        self._check_engine()
         if self.resume and self.overwrite:
             raise ConfigError("resume and overwrite exclude each other; give one of them.")
         if self.resume and self.output is None:
             raise ConfigError("resume needs the output folder of the run to go on with: give "
                               "output (on the command line: --output DIR).")
+
+
+    def _check_engine(self) -> None:
+        if self.engine != "allreduce" and self.zero:
+            raise ConfigError("zero belongs to engine 'allreduce'. Received: engine="
+                              f"{self.engine!r}. Leave it out.")
+        if self.xla and self.sync_batch_norm:
+            raise ConfigError("xla compiles the forward pass, and sync_batch_norm needs a "
+                              "collective within it. Leave one of the two out.")
+        if self.engine != "allreduce" and self.sync_batch_norm:
+            raise ConfigError("sync_batch_norm belongs to engine 'allreduce'. Received: engine="
+                              f"{self.engine!r}. Leave it out; tf.distribute has its own: "
+                              "keras.layers.BatchNormalization(synchronized=True).")
+        if self.engine != "allreduce" and self.remainder == "join":
+            raise ConfigError(f"remainder='join' belongs to engine 'allreduce'. Received: engine="
+                              f"{self.engine!r}. Use remainder='pad' or 'drop'.")
+        if self.engine == "ps" and (self.checkpoint_every_steps or self.checkpoint_every_s):
+            raise ConfigError("Engine 'ps' writes checkpoints at the ends of epochs only. "
+                              f"Received: checkpoint_every_steps={self.checkpoint_every_steps}, "
+                              f"checkpoint_every_s={self.checkpoint_every_s:g}. Leave them out.")
 
 
 def config_to_json(config: TrainConfig) -> str:
@@ -116,3 +169,21 @@ def check_hang_timeout(hang_timeout_s: float) -> None:
     if hang_timeout_s != 0 and not 1 <= hang_timeout_s <= _LONGEST_HANG_S:
         raise ConfigError(f"hang_timeout_s must be 0 (no limit) or from 1 to {_LONGEST_HANG_S:,} "
                           f"seconds. Received: hang_timeout_s={hang_timeout_s}")
+
+
+def check_reduction(compression: Compression, topk_ratio: float, predivide: float) -> None:
+    """Refuse settings of the reduction of gradients that do not fit.
+
+    Raises:
+        ConfigError: A number is out of range, or two settings exclude each other.
+    """
+    if not 0 < topk_ratio <= 1:
+        raise ConfigError(f"topk_ratio must be above 0 and at most 1. Received: {topk_ratio}")
+    if not 0 < predivide <= _LARGEST_PREDIVIDE:
+        raise ConfigError(f"predivide must be above 0 and at most {_LARGEST_PREDIVIDE:,}. "
+                          f"Received: predivide={predivide}")
+    if predivide != 1 and compression in ("bf16", "topk"):
+        raise ConfigError(
+            f"predivide={predivide:g} has no meaning with compression={compression!r}, which sums "
+            "in float32 and divides once. Leave predivide out, or use compression 'none' or "
+            "'fp16'.")

@@ -95,7 +95,8 @@ def _own_command() -> list[str]:
 
 def _with_allreduce(job: Job, config: TrainConfig, guarded: guard.Guard, *, dry_run: bool) -> Any:
     from hvdtrain.session import init
-    session = init(collective=config.collective, hang_timeout_s=config.hang_timeout_s)
+    session = init(collective=config.collective, hang_timeout_s=config.hang_timeout_s,
+                   timeline=config.timeline)
     result = run_job(job, config, session, dry_run=dry_run,
                      stop_asked=lambda: guarded.stop.requested)
     session.collective.barrier()

@@ -47,8 +47,10 @@ def run_job(job: Job, config: TrainConfig, session: Session, *,
     if getattr(model, "optimizer", None) is not None:
         DistributedOptimizer(
             model.optimizer, collective=session.collective,
-            options=ReducerOptions(bucket_bytes=int(config.bucket_mb * (1 << 20)),
-                                   sparse=config.sparse))
+            options=ReducerOptions(
+                bucket_bytes=int(config.bucket_mb * (1 << 20)), sparse=config.sparse,
+                compression=config.compression, topk_ratio=config.topk_ratio,
+                predivide=config.predivide), zero=config.zero)
     return fit(model, splits.train, validation=splits.validation, config=config,
                callbacks=tuple(job.callbacks()), session=session, job=job.name,
                stop_asked=stop_asked, dry_run=dry_run)

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hvdtrain import log
@@ -17,7 +18,7 @@ from hvdtrain.collectives import current as default_collective
 from hvdtrain.collectives.base import Collective
 from hvdtrain.collectives.select import Choice, choose, create
 from hvdtrain.config import TrainConfig, check_hang_timeout
-from hvdtrain.errors import WorldError
+from hvdtrain.errors import ConfigError, WorldError
 from hvdtrain.horovod_check import check_horovod
 from hvdtrain.optional import require
 from hvdtrain.runtime.guard import watch_uncaught
@@ -55,6 +56,7 @@ _current: list[Session] = []
 
 
 def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_timeout_s,
+         timeline: Path | None = None,
          environ: MutableMapping[str, str] | None = None) -> Session:
     """Find out which rank this process is, pin its devices and meet the others. All ranks.
 
@@ -65,6 +67,8 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
         collective: String, `"auto"`, `"horovod-gloo"`, `"horovod-mpi"`, `"mpi4py"` or `"single"`.
         hang_timeout_s: Float, how long a rank may hang or be silent; `fit` sets that of its
             `TrainConfig`. 0: no watchdog. Defaults to 300.
+        timeline: Path of a file that Horovod writes on the chief: when each collective began
+            and ended, for `chrome://tracing` or Perfetto.
         environ: Mapping; defaults to the process environment. `HOROVOD_*` variables are added
             to it where no starter prepared a rendezvous.
 
@@ -72,7 +76,7 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
         The `Session`: world, collective and device plan.
 
     Raises:
-        ConfigError: `hang_timeout_s` is out of range.
+        ConfigError: `hang_timeout_s` is out of range, or `timeline` needs Horovod.
         WorldError: The processes do not form the group that was promised.
         CollectiveError: Nothing usable carries bytes between the ranks.
         DeviceError: More ranks on this host than GPUs.
@@ -95,6 +99,8 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
         # Gloo's own limit of 30 s also bounds how much later the slowest rank may start.
         from hvdtrain.runtime.meet import meet
         meet(world, env)
+    if timeline is not None:
+        _write_timeline(timeline, choice, env)
     made = create(choice)
     compare_with_promise(world, made)
     if world.size > 1:
@@ -107,6 +113,15 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
     _current.append(session)
     default_collective.use(made)
     return session
+
+
+def _write_timeline(path: Path, choice: Choice, env: MutableMapping[str, str]) -> None:
+    if not choice.name.startswith("horovod"):
+        raise ConfigError(f"The timeline is Horovod's, but the collective is `{choice.name}` "
+                          f"({choice.reason}). Leave --timeline out, or start several ranks with "
+                          "--collective horovod-gloo.")
+    path.resolve().parent.mkdir(parents=True, exist_ok=True)
+    env["HOROVOD_TIMELINE"] = str(path.resolve())
 
 
 def shutdown() -> None:

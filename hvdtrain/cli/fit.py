@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hvdtrain.config import CollectiveName, LrScaling, Remainder, Sparse
+from hvdtrain.config import CollectiveName, Compression, Remainder, Sparse
 from hvdtrain.engine_config import (
     CrossDevice,
     EngineName,
@@ -29,18 +29,35 @@ def fit_command(
     shuffle: Annotated[bool | None, typer.Option(help="Reshuffle before each epoch.")] = None,
     remainder: Annotated[Remainder | None, typer.Option(
         help="A last batch that does not divide by the ranks.")] = None,
-    lr_scaling: Annotated[LrScaling | None, typer.Option(
-        help="Factor on the learning rate for N ranks.")] = None,
+    lr_scaling: Annotated[str | None, typer.Option(
+        help="Factor on the learning rate for N ranks: linear, sqrt, none, module:function.")
+    ] = None,
     warmup_epochs: Annotated[float | None, typer.Option(
         help="Epochs over which the rate rises.")] = None,
     collective: Annotated[CollectiveName | None, typer.Option(
         help="What reduces gradients.")] = None,
     bucket_mb: Annotated[float | None, typer.Option(help="Size of a gradient bucket.")] = None,
+    zero: Annotated[bool | None, typer.Option(
+        help="Divide the state of the optimizer over the ranks.")] = None,
+    sync_batch_norm: Annotated[bool | None, typer.Option(
+        help="Batch normalization over the samples of all ranks.")] = None,
     sparse: Annotated[Sparse | None, typer.Option(
         help="How embedding gradients travel.")] = None,
+    compression: Annotated[Compression | None, typer.Option(
+        help="How gradients travel: whole, in half the bytes, the largest only.")] = None,
+    topk_ratio: Annotated[float | None, typer.Option(
+        help="topk: share of the elements that is sent.")] = None,
+    predivide: Annotated[float | None, typer.Option(
+        help="Divide gradients by this before the sum, by N over it after.")] = None,
     output: Annotated[Path | None, typer.Option(
         "--output", "-o", help="Folder for all files. Default: runs/<job>.")] = None,
     checkpoint_every_epochs: Annotated[int | None, typer.Option(help="0: never.")] = None,
+    checkpoint_every_steps: Annotated[int | None, typer.Option(
+        help="Within epochs as well.")] = None,
+    checkpoint_every_s: Annotated[float | None, typer.Option(
+        "--checkpoint-every-seconds", help="Within epochs as well, by the clock.")] = None,
+    checkpoint_background: Annotated[bool | None, typer.Option(
+        help="Write files while training goes on.")] = None,
     keep_checkpoints: Annotated[int | None, typer.Option(help="So many of the newest.")] = None,
     resume: Annotated[bool | None, typer.Option(
         "--resume", help="Go on from the newest checkpoint in the output folder.")] = None,
@@ -51,6 +68,10 @@ def fit_command(
         help="Compare weights over ranks.")] = None,
     stop_on_nan: Annotated[bool | None, typer.Option(
         help="Stop when a loss is not finite.")] = None,
+    xla: Annotated[bool | None, typer.Option(
+        help="Compile gradients and update with XLA.")] = None,
+    timeline: Annotated[Path | None, typer.Option(
+        metavar="FILE", help="Horovod's timeline of all collectives.")] = None,
     hang_timeout_s: Annotated[float | None, typer.Option(
         "--hang-timeout", help="Seconds until a rank that hangs ends the run. 0: never.")] = None,
     engine: Annotated[EngineName | None, typer.Option(
@@ -108,11 +129,15 @@ def fit_command(
     changes = dict(
         epochs=epochs, batch_per_rank=batch_per_rank, seed=seed, shuffle=shuffle,
         remainder=remainder, lr_scaling=lr_scaling, warmup_epochs=warmup_epochs,
-        collective=collective, bucket_mb=bucket_mb, sparse=sparse, output=output,
-        checkpoint_every_epochs=checkpoint_every_epochs, keep_checkpoints=keep_checkpoints,
+        collective=collective, bucket_mb=bucket_mb, zero=zero, sync_batch_norm=sync_batch_norm,
+        sparse=sparse, compression=compression,
+        topk_ratio=topk_ratio, predivide=predivide, output=output,
+        checkpoint_every_epochs=checkpoint_every_epochs,
+        checkpoint_every_steps=checkpoint_every_steps, checkpoint_every_s=checkpoint_every_s,
+        checkpoint_background=checkpoint_background, keep_checkpoints=keep_checkpoints,
         resume=resume, overwrite=overwrite, tensorboard=tensorboard,
         check_weights=check_weights, stop_on_nan=stop_on_nan,
-        hang_timeout_s=hang_timeout_s, engine=engine,
+        xla=xla, timeline=timeline, hang_timeout_s=hang_timeout_s, engine=engine,
         ps=dict(
             servers=ps, mode=ps_mode, replicas_to_aggregate=ps_replicas,
             backup_workers=ps_backup_workers, staleness=ps_staleness,

@@ -15,6 +15,7 @@ from hvdtrain.cli.doctor import doctor_command
 from hvdtrain.cli.fit import fit_command
 from hvdtrain.cli.k8s import k8s_app
 from hvdtrain.cli.launch import LAUNCH_SETTINGS, LaunchCommand, launch_command
+from hvdtrain.cli.lr import lr_command
 from hvdtrain.cli.slurm import SubmitCommand, slurm_command
 from hvdtrain.cli.world import world_command
 from hvdtrain.errors import HvdtrainError
@@ -30,6 +31,7 @@ app.command("launch", cls=LaunchCommand, context_settings=LAUNCH_SETTINGS)(launc
 app.command("slurm", cls=SubmitCommand, context_settings=LAUNCH_SETTINGS)(slurm_command)
 app.add_typer(k8s_app, name="k8s")
 app.command("compare")(compare_command)
+app.command("lr")(lr_command)
 app.command("doctor")(doctor_command)
 app.command("world")(world_command)
 app.command("build-horovod")(build_horovod_command)

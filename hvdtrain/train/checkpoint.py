@@ -1,80 +1,26 @@
-"""Checkpoints: one plain `.keras` file each, written whole or not at all.
-
-A file holds model, optimizer and, as one more member of the zip archive, `hvdtrain.json` with
-the position in the run; Keras ignores that member, so the file loads without hvdtrain. It is
-written to a temporary name in the same folder, synchronised, and renamed.
-"""
+"""The checkpoints of a run: saved, in the background where asked for, and the newest found."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
+import contextlib
+import io
 import re
-import zipfile
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import CheckpointError
 from hvdtrain.log import get_logger
+from hvdtrain.train.checkpoint_file import (
+    RunState,
+    read_state,
+    save_model,
+    serialized,
+    write_file,
+)
 
-STATE_MEMBER = "hvdtrain.json"
 _NAME = re.compile(r"^epoch-(\d{5,})(?:-sample-(\d{9,}))?\.keras$")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunState:
-    """Where a run stood when a checkpoint was written."""
-
-    epoch: int
-    """Epochs that were completed."""
-    step: int
-    """Training steps that were done."""
-    ranks: int
-    lr_scale: float
-    """Factor that the learning rate was multiplied with."""
-    version: str
-    """The hvdtrain that wrote it."""
-    seeds: tuple[tuple[int, int], ...] = ()
-    """The chief's seed generators (dropout), in the order of `optim.state.seed_variables`;
-    Keras itself does not restore them."""
-    samples: int = 0
-    """Samples of the next epoch that were trained on, over all ranks; 0 at the end of one."""
-    metrics: tuple[tuple[float, ...], ...] = ()
-    """With `samples`: the metrics' states, summed over all ranks."""
-
-    @property
-    def file_name(self) -> str:
-        """The name of its checkpoint."""
-        within = f"-sample-{self.samples:09d}" if self.samples else ""
-        return f"epoch-{self.epoch:05d}{within}.keras"
-
-
-def save_model(model: Any, path: Path, state: RunState | None = None) -> None:
-    """Write a model to `path`, whole or not at all. The chief only.
-
-    Raises:
-        CheckpointError: It could not be written (disk full, no permission); an older file of
-            that name is left as it was.
-    """
-    temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}.keras")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        model.save(temporary)
-        if state is not None:
-            with zipfile.ZipFile(temporary, "a") as archive:
-                archive.writestr(STATE_MEMBER, json.dumps(dataclasses.asdict(state), indent=1))
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} could not be written: {error.strerror or error}. Free space on the disk or "
-            "give another folder with --output; older checkpoints are untouched, so the run "
-            "can go on with --resume.") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class CheckpointStore:
@@ -85,11 +31,15 @@ class CheckpointStore:
     Args:
         folder: Path; made when the first checkpoint is written.
         keep: Integer, how many of the newest to keep.
+        background: Boolean; `save` only takes a copy in memory, and a thread writes it. Call
+            `wait` before relying on the file.
     """
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
+    def __init__(self, folder: Path, *, keep: int, background: bool = False) -> None:
         self.folder = folder
         self._keep = keep
+        self._background = background
+        self._writing: _Writing | None = None
 
     def paths(self) -> list[Path]:
         """The checkpoints that are there, oldest first."""
@@ -103,13 +53,35 @@ class CheckpointStore:
         """Write one checkpoint and remove those beyond `keep`. The chief only.
 
         Raises:
-            CheckpointError: It could not be written; the older ones are untouched.
+            CheckpointError: It could not be written, or the one before it could not; the older
+                ones are untouched.
         """
         path = self.folder / state.file_name
-        save_model(model, path, state)
-        for old in self.paths()[:-self._keep]:
-            old.unlink(missing_ok=True)
+        self.wait()
+        if not self._background:
+            save_model(model, path, state)
+            self._remove_old()
+            return path
+        self._writing = _Writing(serialized(model, state), path, then=self._remove_old)
+        self._writing.start()
         return path
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is on the disk. The chief; others have nothing.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.join()
+            if writing.error is not None:
+                raise writing.error
+
+    def _remove_old(self) -> None:
+        for old in self.paths()[:-self._keep]:
+            with contextlib.suppress(OSError):  # one file too many is no reason to stop
+                old.unlink(missing_ok=True)
 
     def load_newest(self, model: Any) -> RunState | None:
         """Load the newest checkpoint that can be read into a built, compiled model.
@@ -140,25 +112,22 @@ class CheckpointStore:
         return None
 
 
-def read_state(path: Path) -> RunState:
-    """Check a checkpoint byte by byte (CRC of each member) and read its position.
+class _Writing(threading.Thread):
+    """Writes a file that is in memory. Python waits for it before it ends."""
 
-    Raises:
-        CheckpointError: It is damaged, or it was not written by hvdtrain.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-            if bad is not None:
-                raise CheckpointError(f"Checkpoint {path} is damaged (in {bad}).")
-            values = json.loads(archive.read(STATE_MEMBER))
-            values["seeds"] = tuple((int(a), int(b)) for a, b in values.get("seeds", ()))
-            values["metrics"] = tuple(tuple(map(float, m)) for m in values.get("metrics", ()))
-            return RunState(**values)
-    except (zipfile.BadZipFile, KeyError, ValueError, TypeError, EOFError, OSError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"Checkpoint {path} is damaged ({error}).") from error
+    def __init__(self, file: io.BytesIO, path: Path, *, then: Callable[[], None]) -> None:
+        super().__init__(name="hvdtrain-checkpoint", daemon=False)
+        self._file = file
+        self._path = path
+        self._then = then
+        self.error: CheckpointError | None = None
+
+    def run(self) -> None:
+        try:
+            write_file(self._file.getbuffer(), self._path)
+            self._then()
+        except CheckpointError as error:
+            self.error = error
 
 
 def _load_into(model: Any, path: Path) -> None:

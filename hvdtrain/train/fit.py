@@ -2,7 +2,9 @@
 
 Who owns what:
 
+- what comes first: `train.prepare`;
 - data: `data.shard.ShardPlan` decides which samples, `data.pipeline` makes batches of them;
+- steps in which ranks do not count alike: `optim.shares`;
 - gradients: `optim.distributed`, hooked into the model's optimizer before this is called;
 - learning rate: `train.schedule`;
 - what ranks do together during training: `train.callbacks.coordinator`;
@@ -13,30 +15,49 @@ Who owns what:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-import hvdtrain
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.pipeline import evaluation_dataset, training_dataset
-from hvdtrain.data.shard import ShardPlan, evaluation_rows
+from hvdtrain.data.failures import reading_error
+from hvdtrain.data.pipeline import training_dataset
 from hvdtrain.data.source import Source, as_source, check_source
-from hvdtrain.errors import OptimizerError
-from hvdtrain.log import get_logger
+from hvdtrain.data.stream import StreamSource, one_sample, stream_dataset
+from hvdtrain.errors import DataError
 from hvdtrain.optim import keras_seam, state
-from hvdtrain.optim.distributed import DistributedOptimizer, is_distributed
+from hvdtrain.optim.shares import share_losses, share_steps
+from hvdtrain.optim.sync_batchnorm import sync_batchnorm
+from hvdtrain.optim.xla import split_step
+from hvdtrain.optim.zero_files import check_use, share_loaded
 from hvdtrain.session import Session, init
 from hvdtrain.train import schedule
 from hvdtrain.train.callbacks.coordinator import Coordinator, StopAgreement
-from hvdtrain.train.callbacks.mid_epoch import GoOn, StopSaver, skip_steps
-from hvdtrain.train.checkpoint import CheckpointStore, RunState
-from hvdtrain.train.output import make_writers, open_output, resume, save_final
+from hvdtrain.train.callbacks.mid_epoch import GoOn, skip_steps
+from hvdtrain.train.callbacks.state import CallbackStates, RestoreCallbacks
+from hvdtrain.train.callbacks.user import divide, restore_backup
+from hvdtrain.train.checkpoint import CheckpointStore
+from hvdtrain.train.checkpoint_file import RunState
+from hvdtrain.train.evaluate import evaluate_share, share_of
+from hvdtrain.train.output import (
+    make_saver,
+    make_writers,
+    open_output,
+    resume,
+    save_final,
+    save_times,
+)
 from hvdtrain.train.plan import TrainPlan, compare_settings, make_plan, rank_texts, verbosity
+from hvdtrain.train.prepare import (
+    build_model,
+    fit_steps_per_execution,
+    plan_steps,
+    prepare_optimizer,
+)
 from hvdtrain.train.reading import watched
 
 
@@ -60,8 +81,8 @@ def fit(model: Any, train: Source | Any, *, validation: Source | Any | None = No
 
     Args:
         model: A compiled `keras.Model` whose optimizer is a `DistributedOptimizer`.
-        train: A `Source`, or arrays `x` or `(x, y)` or `(x, y, sample_weight)`, the same on all
-            ranks; each rank trains on its share.
+        train: A `Source`, a `StreamSource`, or arrays `x` or `(x, y)` or
+            `(x, y, sample_weight)`, the same on all ranks; each rank trains on its share.
         validation: As `train`, evaluated on all ranks after each epoch; or None.
         config: How to train; defaults to `TrainConfig()`.
         callbacks: Keras callbacks, called on every rank after the metrics of all ranks are in.
@@ -76,7 +97,7 @@ def fit(model: Any, train: Source | Any, *, validation: Source | Any | None = No
     Raises:
         OptimizerError: The model's optimizer is not distributed.
         ConfigError: Ranks were given different settings.
-        DataError: Fewer samples than ranks.
+        DataError: Fewer samples than ranks, or they cannot be read.
         TrainingError: The loss is not finite, or ranks hold different weights.
         CheckpointError: A file could not be written or read.
     """
@@ -95,14 +116,14 @@ def _fit(model: Any, train: Source | Any, validation: Source | Any | None, confi
     train, validation = as_source(train, "train"), as_source(validation, "validation")
     for source in (train, validation):
         if source is not None:
-            check_source(source)
-    _prepare_optimizer(model, session)
+            check_source(source, streams=True)
+    prepare_optimizer(model, session)
+    check_use(model.optimizer, callbacks, zero=config.zero, ranks=session.world.size)
+    shards = plan_steps(train, validation, session, config)
     compare_settings(session.collective, config, train, model.optimizer)
-    shards = ShardPlan(
-        samples=len(train), rank=session.world.rank, size=session.world.size,
-        batch_per_rank=config.batch_per_rank, seed=config.seed, shuffle=config.shuffle,
-        remainder=config.remainder)
     build_model(model, train)
+    if config.sync_batch_norm:
+        sync_batchnorm(model, session.collective)
     fit_steps_per_execution(model, session, shards.steps)
     plan = make_plan(model, shards, config, job=job, validation=validation,
                      ranks=rank_texts(session),
@@ -114,57 +135,17 @@ def _fit(model: Any, train: Source | Any, validation: Source | Any | None, confi
     store = open_output(session, config)
     schedule.install(model.optimizer, plan.lr)
     begin = resume(model, session, config, store, plan)
+    restored = restore_backup(model, callbacks, session)
+    if restored > begin.epoch:
+        begin = dataclasses.replace(begin, epoch=restored, samples=0)
     variables = state.training_state(model)
     state.broadcast(session.collective, variables)
+    share_loaded(model.optimizer)
     state.fold_rank_into_seeds(variables, session.world.rank)
     history = _train(model, train, validation, session, plan, store, begin, callbacks, stop_asked)
     session.progress.enter("saving the final model")
     return FitResult(history=history, first_epoch=begin.epoch,
                      model_path=save_final(model, session, config))
-
-
-def _prepare_optimizer(model: Any, session: Session) -> None:
-    """Check that gradients are reduced, and undo what `compile` did against it."""
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None:
-        raise OptimizerError("The model is not compiled. Call model.compile(optimizer, loss) "
-                             "before training.")
-    leaves = keras_seam.leaf_optimizers(optimizer)
-    if not is_distributed(optimizer) and not all(is_distributed(leaf) for leaf in leaves):
-        raise OptimizerError(
-            f"The model's optimizer ({type(optimizer).__name__}) is not distributed: each rank "
-            "would train alone. Compile with hvdtrain.DistributedOptimizer(optimizer). A copied, "
-            "unpickled or reloaded optimizer is a plain one again: call "
-            "hvdtrain.DistributedOptimizer(model.optimizer) after loading.")
-    # compile() wraps an optimizer in a plain LossScaleOptimizer under mixed_float16.
-    DistributedOptimizer(optimizer, collective=session.collective)
-    keras_seam.self_test()
-    if model.jit_compile:
-        model.jit_compile = False
-    model.train_function = None
-
-
-def build_model(model: Any, train: Source) -> None:
-    """Build model and optimizer now: what is built during tracing cannot be broadcast."""
-    if not model.built:
-        sample = train.read(np.zeros(1, np.int64))
-        inputs = sample[0] if isinstance(sample, tuple) else sample
-        model(tf.nest.map_structure(tf.convert_to_tensor, inputs))
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-
-
-def fit_steps_per_execution(model: Any, session: Session, steps: int) -> None:
-    """Keras runs whole executions: with 2 of them per 3 steps it would take a fourth step."""
-    asked = model.steps_per_execution
-    fitting = next(n for n in range(min(asked, steps), 0, -1) if steps % n == 0)
-    if fitting == asked:
-        return
-    model.steps_per_execution = fitting
-    if session.world.is_chief:
-        get_logger().warning(
-            "steps_per_execution is %d instead of %d: an epoch has %d steps, which is no "
-            "multiple of it. The result is the same.", fitting, asked, steps)
 
 
 def first_step_of(model: Any, plan: TrainPlan, begin: RunState) -> int:
@@ -173,51 +154,67 @@ def first_step_of(model: Any, plan: TrainPlan, begin: RunState) -> int:
     return step - step % int(model.steps_per_execution)
 
 
-def _train(model: Any, train: Source, validation: Source | None, session: Session,
+def _train(model: Any, train: Source | StreamSource,
+           validation: Source | StreamSource | None, session: Session,
            plan: TrainPlan, store: CheckpointStore | None, begin: RunState,
            callbacks: list[Any], stop_asked: Callable[[], bool]) -> dict[str, list[float]]:
     config, collective = plan.config, session.collective
     first_step = first_step_of(model, plan, begin)
     stop = StopAgreement(collective, session.progress)
+    states, times = CallbackStates(callbacks), save_times(config)
+    saver = make_saver(session, plan, store, states)
     coordinator = Coordinator(
         collective=collective, progress=session.progress, lr_plan=plan.lr,
         stop_asked=stop_asked, stop=stop,
         evaluate=_evaluator(model, validation, session, config),
         check_weights=config.check_weights, stop_on_nan=config.stop_on_nan,
-        saver=_stop_saver(session, plan, store), first_step=first_step)
+        saver=saver, times=times, first_step=first_step)
     coordinator.watch_loss(model.optimizer)
     writers: list[Any] = []
     if store is not None:
-        writers = make_writers(session, plan, store, begin.epoch, first_step)
-    dataset = training_dataset(
-        watched(train, session.progress), plan.shards, first_epoch=begin.epoch,
-        first_step=first_step)
+        writers = make_writers(session, plan, store, begin.epoch, first_step, saver=saver,
+                               times=times)
+    dataset = _batches(train, session, plan, begin.epoch, first_step)
+    share = share_losses(model, collective)
+    if first_step or plan.shards.uneven:
+        keras_seam.build_metrics(model, one_sample(train))
+    undo = [split_step(model)] if config.xla else []
+    undo.append(share_steps(model, share, weighted=plan.shards.uneven))
     if first_step:
-        keras_seam.build_metrics(model, train.read(np.zeros(1, np.int64)))
         skip_steps(model, first_step)
-    history = model.fit(
-        dataset, epochs=config.epochs, initial_epoch=begin.epoch,
-        steps_per_epoch=plan.shards.steps, shuffle=False, verbose=verbosity(session.world),
-        callbacks=[GoOn(begin, is_chief=session.world.is_chief), coordinator, *callbacks, stop,
-                   *writers])
+    try:
+        history = model.fit(
+            dataset, epochs=config.epochs, initial_epoch=begin.epoch,
+            steps_per_epoch=plan.shards.steps, shuffle=False, verbose=verbosity(session.world),
+            callbacks=[GoOn(begin, is_chief=session.world.is_chief), coordinator,
+                       *divide(callbacks, session), stop, *writers,
+                       RestoreCallbacks(states, begin.callbacks)])
+    except tf.errors.OpError as error:
+        why = reading_error(error)
+        if why is None:
+            raise
+        raise DataError(f"This rank cannot read its data. {why}") from None
+    finally:
+        for step in reversed(undo):
+            step()
+    if saver is not None:
+        saver.wait()
     return dict(history.history)
 
 
-def _stop_saver(session: Session, plan: TrainPlan,
-                store: CheckpointStore | None) -> StopSaver | None:
-    if store is None:
-        return None
-    return StopSaver(collective=session.collective, progress=session.progress, store=store,
-                     shards=plan.shards, lr_scale=plan.lr.scale, version=hvdtrain.__version__)
-
-
-def _evaluator(model: Any, validation: Source | None, session: Session,
+def _evaluator(model: Any, validation: Source | StreamSource | None, session: Session,
                config: TrainConfig) -> Callable[[], None] | None:
     """A function that leaves this rank's share of the validation in the metric states."""
     if validation is None:
         return None
-    rows = evaluation_rows(len(validation), session.world.rank, session.world.size)
-    if len(rows) == 0:
-        return lambda: model.reset_metrics()
-    dataset = evaluation_dataset(validation, rows, config.batch_per_rank)
-    return lambda: model.evaluate(dataset, verbose=0)
+    share = share_of(validation, session, config.batch_per_rank)
+    return lambda: evaluate_share(model, share)
+
+
+def _batches(train: Source | StreamSource, session: Session, plan: TrainPlan, first_epoch: int,
+             first_step: int) -> Any:
+    """This rank's batches, without end."""
+    if isinstance(train, StreamSource):
+        return stream_dataset(train, plan.shards, first_epoch=first_epoch, first_step=first_step)
+    return training_dataset(watched(train, session.progress), plan.shards,
+                            first_epoch=first_epoch, first_step=first_step)

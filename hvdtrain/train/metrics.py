@@ -1,7 +1,13 @@
 """Metrics over all ranks: states are summed, then the result is computed once.
 
 So the figures are those of one process that saw all samples, weighted by samples. It holds for
-every metric whose state is a sum (means, accuracies, AUC, confusion matrices, ...).
+every metric whose state is a sum (means, accuracies, AUC, confusion matrices, ...). A metric with
+another state says how it is merged:
+
+    class Largest(keras.metrics.Metric):
+        def merge_states(self, states):
+            # for each rank a list with the value of each of `self.variables`
+            return [np.max([own[0] for own in states], axis=0)]
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
 from hvdtrain.errors import TrainingError
+from hvdtrain.optim import keras_seam
 
 
 def metric_variables(model: Any) -> list[Any]:
@@ -26,16 +33,44 @@ def metric_variables(model: Any) -> list[Any]:
     return list(found.values())
 
 
+def refuse_unmergeable(collective: Collective, model: Any) -> None:
+    """Refuse a metric whose state is no sum and that does not say how it is merged. All ranks.
+
+    A state that is a sum is nothing after `reset_state`. The states are left as they are.
+
+    Raises:
+        TrainingError: Naming the metric.
+    """
+    if collective.size == 1:
+        return
+    for metric in keras_seam.leaf_metrics(model):
+        if callable(getattr(metric, "merge_states", None)):
+            continue
+        held = [np.asarray(v.numpy()) for v in metric.variables]
+        metric.reset_state()
+        begins = [np.asarray(v.numpy()) for v in metric.variables]
+        for variable, value in zip(metric.variables, held, strict=True):
+            variable.assign(value)
+        if any(np.any(value != 0) for value in begins):
+            raise TrainingError(
+                f"The metric `{metric.name}` ({type(metric).__name__}) cannot be summed over "
+                f"ranks: its state begins with {begins[0].reshape(-1)[0]}, not with zeros. Give "
+                "it a method merge_states(self, states) that merges the states of all ranks "
+                "(docs/training.md tells how).")
+
+
 def merged_results(collective: Collective, model: Any) -> dict[str, float]:
     """The results of the model's metrics over the samples of all ranks. All ranks.
 
     Returns:
         A dictionary of floats, equal on all ranks, e.g. `{"loss": 0.3, "accuracy": 0.9}`.
     """
-    variables = metric_variables(model)
-    scope_values = _summed(collective, variables) if collective.size > 1 else []
+    scope_values = _merged(collective, model) if collective.size > 1 else []
     with keras.StatelessScope(state_mapping=scope_values):
-        results = model.get_metrics_result()
+        # Within the scope: a metric may give its variable as it is.
+        results = tf.nest.map_structure(
+            lambda value: value.value if isinstance(value, keras.Variable) else value,
+            model.get_metrics_result())
     return as_figures(results)
 
 
@@ -52,11 +87,11 @@ def as_figures(results: Mapping[str, Any]) -> dict[str, float]:
 
 def merged_states(collective: Collective, model: Any) -> tuple[tuple[float, ...], ...]:
     """The states of the metrics, summed over all ranks; equal on all of them. All ranks."""
-    variables = metric_variables(model)
     if collective.size == 1:
-        return tuple(tuple(np.asarray(v.numpy(), np.float64).reshape(-1)) for v in variables)
+        return tuple(tuple(np.asarray(v.numpy(), np.float64).reshape(-1))
+                     for v in metric_variables(model))
     return tuple(tuple(np.asarray(value, np.float64).reshape(-1))
-                 for _, value in _summed(collective, variables))
+                 for _, value in _merged(collective, model))
 
 
 def restore_states(model: Any, states: Sequence[Sequence[float]], *, is_chief: bool) -> bool:
@@ -73,6 +108,21 @@ def restore_states(model: Any, states: Sequence[Sequence[float]], *, is_chief: b
             variable.assign(np.asarray(values).reshape(variable.shape).astype(
                 keras.backend.standardize_dtype(variable.dtype)))
     return True
+
+
+def _merged(collective: Collective, model: Any) -> list[tuple[Any, Any]]:
+    """Each variable of the metrics, and its value over all ranks; in the order of the model."""
+    own = [m for m in keras_seam.leaf_metrics(model)
+           if callable(getattr(m, "merge_states", None))]
+    theirs = {id(v) for metric in own for v in metric.variables}
+    variables = metric_variables(model)
+    values = {id(v): value for v, value in
+              _summed(collective, [v for v in variables if id(v) not in theirs])}
+    for metric in own:
+        states = collective.gather_objects([np.asarray(v.numpy()) for v in metric.variables])
+        for variable, value in zip(metric.variables, metric.merge_states(states), strict=True):
+            values[id(variable)] = tf.cast(value, variable.dtype)
+    return [(variable, values[id(variable)]) for variable in variables]
 
 
 def _summed(collective: Collective, variables: list[Any]) -> list[tuple[Any, Any]]:

@@ -11,10 +11,14 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import CheckpointError
 from hvdtrain.log import get_logger
 from hvdtrain.optim import state
+from hvdtrain.optim.zero_files import consolidated
 from hvdtrain.session import Session
 from hvdtrain.train import schedule
+from hvdtrain.train.callbacks.saver import CheckpointSaver, SaveTimes
+from hvdtrain.train.callbacks.state import CallbackStates
 from hvdtrain.train.callbacks.writers import CheckpointWriter, MetricsWriter, TensorBoardWriter
-from hvdtrain.train.checkpoint import CheckpointStore, RunState, save_model
+from hvdtrain.train.checkpoint import CheckpointStore
+from hvdtrain.train.checkpoint_file import RunState, save_model
 from hvdtrain.train.chief import on_chief
 from hvdtrain.train.plan import TrainPlan
 
@@ -31,7 +35,8 @@ def open_output(session: Session, config: TrainConfig) -> CheckpointStore | None
     output = config.output
     if output is None:
         return None
-    store = CheckpointStore(output / "checkpoints", keep=config.keep_checkpoints)
+    store = CheckpointStore(output / "checkpoints", keep=config.keep_checkpoints,
+                            background=config.checkpoint_background)
 
     def prepare() -> None:
         if output.exists() and not output.is_dir():
@@ -86,8 +91,31 @@ def resume(model: Any, session: Session, config: TrainConfig, store: CheckpointS
     return found
 
 
+def make_saver(session: Session, plan: TrainPlan, store: CheckpointStore | None,
+               states: CallbackStates | None = None) -> CheckpointSaver | None:
+    """What writes the checkpoints of a run; None where nothing is written.
+
+    Args:
+        session: This rank.
+        plan: The plan of the run.
+        store: Where checkpoints go.
+        states: What the user's callbacks remember.
+    """
+    if store is None:
+        return None
+    return CheckpointSaver(
+        collective=session.collective, progress=session.progress, store=store,
+        shards=plan.shards, lr_scale=plan.lr.scale, version=hvdtrain.__version__, states=states)
+
+
+def save_times(config: TrainConfig) -> SaveTimes:
+    """When checkpoints are due beside the ends of epochs."""
+    return SaveTimes(every_steps=config.checkpoint_every_steps, every_s=config.checkpoint_every_s)
+
+
 def make_writers(session: Session, plan: TrainPlan, store: CheckpointStore, first_epoch: int,
-             first_step: int) -> list[Any]:
+                 first_step: int, *, saver: CheckpointSaver | None = None,
+                 times: SaveTimes | None = None) -> list[Any]:
     """The callbacks that write files, for this rank.
 
     Args:
@@ -96,21 +124,23 @@ def make_writers(session: Session, plan: TrainPlan, store: CheckpointStore, firs
         store: Where checkpoints go; the other files go beside it.
         first_epoch: Integer, epochs that a former run has done.
         first_step: Integer, steps of the next one that it has done.
+        saver: What writes checkpoints; defaults to that of `make_saver`.
+        times: When they are due beside the ends of epochs.
     """
     config, writers = plan.config, []
     output = store.folder.parent
     if session.world.is_chief:
         writers.append(MetricsWriter(
             output / "metrics.jsonl", first_epoch=first_epoch,
-            samples_per_epoch=plan.shards.samples_per_rank * plan.shards.size,
+            samples_per_epoch=plan.shards.samples_per_epoch,
             done_before=plan.shards.samples_before(first_step)))
         if config.tensorboard and importlib.util.find_spec("tensorboard"):
             writers.append(TensorBoardWriter(output / "tensorboard"))
-    if config.checkpoint_every_epochs:
+    saver = saver or make_saver(session, plan, store)
+    if saver is not None and (config.checkpoint_every_epochs or config.checkpoint_every_steps):
         writers.append(CheckpointWriter(
-            collective=session.collective, progress=session.progress, store=store,
-            last_epoch=config.epochs, every_epochs=config.checkpoint_every_epochs,
-            ranks=plan.shards.size, lr_scale=plan.lr.scale, version=hvdtrain.__version__))
+            saver, times or save_times(config), every_epochs=config.checkpoint_every_epochs,
+            last_epoch=config.epochs, steps=plan.shards.steps))
     return writers
 
 
@@ -126,5 +156,6 @@ def save_final(model: Any, session: Session, config: TrainConfig) -> Path | None
     if config.output is None:
         return None
     path = config.output / "model.keras"
-    on_chief(session.collective, lambda: save_model(model, path))
+    with consolidated(model.optimizer):
+        on_chief(session.collective, lambda: save_model(model, path))
     return path

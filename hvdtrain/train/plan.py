@@ -14,6 +14,7 @@ from hvdtrain.collectives.base import Collective
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.source import Source
+from hvdtrain.data.stream import StreamPlan, StreamSource
 from hvdtrain.optim.distributed import state_of
 from hvdtrain.optim.keras_seam import leaf_optimizers
 from hvdtrain.session import Session
@@ -27,7 +28,8 @@ class TrainPlan:
     """The plan of one run, equal on all ranks."""
 
     job: str
-    shards: ShardPlan
+    shards: Any
+    """A `ShardPlan`; of a stream, the `StreamPlan` that stands for it."""
     lr: LrPlan
     base_rate: str
     optimizer: str
@@ -64,16 +66,18 @@ class TrainPlan:
         shards = self.shards
         change = (f", {shards.padded} repeated" if shards.padded else
                   f", {shards.dropped} left out" if shards.dropped else "")
-        last = (f", last batch {shards.last_batch_per_rank} per {self.party}"
+        most = "at most " if shards.uneven else ""
+        last = (f", last batch {most}{shards.last_batch_per_rank} per {self.party}"
                 if shards.last_batch_per_rank else "")
         order = f"reshuffled each epoch (seed {shards.seed})" if shards.shuffle else "in order"
         return (f"{shards.samples:,} samples, {order}{last}{change}; "
                 f"{self.validation_samples:,} for validation")
 
 
-def make_plan(model: Any, shards: ShardPlan, config: TrainConfig, *, job: str,
-              validation: Source | None, ranks: tuple[str, ...], collective: str = "",
-              party: str = "rank", details: tuple[tuple[str, str], ...] = ()) -> TrainPlan:
+def make_plan(model: Any, shards: ShardPlan | StreamPlan, config: TrainConfig, *, job: str,
+              validation: Source | StreamSource | None, ranks: tuple[str, ...],
+              collective: str = "", party: str = "rank",
+              details: tuple[tuple[str, str], ...] = ()) -> TrainPlan:
     """The plan of a compiled, built model. Before its learning rate is scaled.
 
     Args:
@@ -116,7 +120,7 @@ def _group(ranks: tuple[str, ...]) -> str:
     return "; ".join(f"{a if a == b else f'{a}-{b}'} on {text}" for a, b, text in groups)
 
 
-def compare_settings(collective: Collective, config: TrainConfig, train: Source,
+def compare_settings(collective: Collective, config: TrainConfig, train: Source | StreamSource,
                      optimizer: Any) -> None:
     """Refuse to train where ranks were given different settings or data. All ranks.
 
@@ -125,7 +129,8 @@ def compare_settings(collective: Collective, config: TrainConfig, train: Source,
     """
     mine: dict[str, Any] = dict(settings_of(config))
     mine["number of training samples"] = len(train)
-    mine["checksum of three training samples"] = _sample_checksum(train)
+    if isinstance(train, Source):  # a rank may read a share of a stream that no other has
+        mine["checksum of three training samples"] = _sample_checksum(train)
     # A rank that made one distributed optimizer more would wait for the others for ever.
     mine["order of distributed optimizers"] = ", ".join(
         hooked.name for leaf in [optimizer, *leaf_optimizers(optimizer)]

@@ -13,6 +13,7 @@ stays as it is and is multiplied at each update. Saved files hold the plain opti
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,14 +21,37 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.config import LrScaling
+from hvdtrain.errors import ConfigError
 from hvdtrain.optim import keras_seam
 from hvdtrain.optim.distributed import state_of
 
 
-def scale_factor(size: int, rule: LrScaling) -> float:
-    """The factor on the learning rate for `size` ranks."""
-    return {"linear": float(size), "sqrt": math.sqrt(size), "none": 1.0}[rule]
+def scale_factor(size: int, rule: str) -> float:
+    """The factor on the learning rate for `size` ranks.
+
+    Args:
+        size: Integer, the number of ranks.
+        rule: String, `linear`, `sqrt`, `none`, or `module:function` with a function that is
+            given `size`.
+
+    Raises:
+        ConfigError: There is no such function, or it gives no positive number.
+    """
+    known = {"linear": float(size), "sqrt": math.sqrt(size), "none": 1.0}
+    if rule in known:
+        return known[rule]
+    module, _, name = rule.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"lr_scaling is {rule!r}, but there is no such function: {error}. Expected linear, "
+            "sqrt, none, or module:function of a module that can be imported.") from error
+    factor = function(size)
+    if not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+        raise ConfigError(f"lr_scaling: {rule} gave {factor!r} for {size} ranks. Expected a "
+                          "positive number.")
+    return float(factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +73,7 @@ class LrPlan:
         return text + (f", warmup over {self.warmup_steps} steps" if self.warmup_steps else "")
 
 
-def plan_learning_rate(size: int, rule: LrScaling, warmup_epochs: float,
+def plan_learning_rate(size: int, rule: str, warmup_epochs: float,
                        steps_per_epoch: int) -> LrPlan:
     """Decide scale and warmup. Pure; equal on all ranks."""
     scale = scale_factor(size, rule)

@@ -13,7 +13,7 @@ from hvdtrain.optim.distributed import DistributedOptimizer
 from hvdtrain.settings import replace
 from hvdtrain.train.callbacks import coordinator
 from hvdtrain.train.callbacks.coordinator import StoppedError
-from hvdtrain.train.checkpoint import read_state
+from hvdtrain.train.checkpoint_file import read_state
 
 STEPS = 25
 

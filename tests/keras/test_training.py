@@ -20,7 +20,8 @@ from hvdtrain.errors import CheckpointError, DataError, TrainingError
 from hvdtrain.optim.distributed import DistributedOptimizer
 from hvdtrain.settings import replace
 from hvdtrain.train import schedule
-from hvdtrain.train.checkpoint import CheckpointStore, RunState, read_state
+from hvdtrain.train.checkpoint import CheckpointStore
+from hvdtrain.train.checkpoint_file import RunState, read_state
 
 
 def data(n=40):
@@ -406,3 +407,15 @@ def test_a_source_that_does_not_keep_its_word(given, words):
     from hvdtrain.data.source import check_source
     with pytest.raises(DataError, match=words):
         check_source(Lying(given))
+
+def test_an_error_in_reading_names_the_source_on_every_path(capfd):
+    class Broken(ArraySource):
+        arrays = None
+
+        def read(self, rows):
+            if len(rows) > 3:
+                raise OSError("the disk is gone")
+            return super().read(rows)
+    with pytest.raises(DataError, match=r"cannot read its data\. mine: OSError: the disk is gone"):
+        hvdtrain.fit(compiled(), Broken(data(), name="mine"))
+    assert "Traceback" in capfd.readouterr().err

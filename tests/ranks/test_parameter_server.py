@@ -181,8 +181,8 @@ def test_sync_equals_one_process_on_the_larger_batch(cluster, keras, name):
 
 
 # Where it matters that clipping happens on the worker, and that the rate is read there.
-@pytest.mark.parametrize("name", ["sgd", "clipnorm", "global_clipnorm", "clipvalue", "ema",
-                                  "schedule", "lamb", "muon", "excluded", "schedule_free"])
+@pytest.mark.parametrize("name", ["sgd", "global_clipnorm", "clipvalue", "schedule",
+                                  "schedule_free"])
 def test_async_one_by_one_equals_one_process(cluster, keras, name):
     data = numbers()
     ours, result = train(cluster, keras, mlp, OPTIMIZERS[name], data, ONE_BY_ONE)
@@ -191,8 +191,9 @@ def test_async_one_by_one_equals_one_process(cluster, keras, name):
     assert result.history["loss"][0] == pytest.approx(history["loss"][0], abs=1e-6)
 
 
-@pytest.mark.parametrize("make", [embedding, two_tables])
-@pytest.mark.parametrize("name", ["sgd", "adam", "global_clipnorm", "rmsprop", "adadelta"])
+@pytest.mark.parametrize(("make", "name"), [
+    (embedding, "sgd"), (embedding, "rmsprop"), (two_tables, "adam"),
+    (two_tables, "global_clipnorm"), (two_tables, "adadelta")])
 def test_embeddings_equal_one_process(cluster, keras, make, name):
     data = words(2 * BATCH * STEPS)
     ours, _ = train(cluster, keras, make, OPTIMIZERS[name], data, SYNC)

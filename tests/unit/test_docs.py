@@ -107,7 +107,8 @@ def options_of(command):
 
 @pytest.mark.parametrize(("command", "page"), [
     ("fit", "docs/jobs.md"), ("launch", "docs/starters.md"), ("world", "docs/starters.md"),
-    ("build-horovod", "docs/build-horovod.md"), ("compare", "docs/compare.md")])
+    ("build-horovod", "docs/build-horovod.md"), ("compare", "docs/compare.md"),
+    ("lr", "docs/training.md")])
 def test_each_option_is_described(command, page):
     told = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", (ROOT / page).read_text()))
     missing = options_of(command) - told - {"--help", "-h"}

@@ -13,14 +13,11 @@ import tensorflow as tf
 from hvdtrain.collectives.select import Choice
 from hvdtrain.collectives.single import SingleCollective
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.failures import reading_error
 from hvdtrain.data.source import DataSplits, check_source, splits_of
 from hvdtrain.engines.parameter_server import keras_parts, placement, tf_seam
 from hvdtrain.engines.parameter_server.asynchronous import Asynchronous, Machinery
-from hvdtrain.engines.parameter_server.feeding import (
-    Feed,
-    reading_error,
-    shard_plan,
-)
+from hvdtrain.engines.parameter_server.feeding import Feed, shard_plan
 from hvdtrain.engines.parameter_server.parameters import ServerParameters
 from hvdtrain.engines.parameter_server.probe import ModelParts, take_apart
 from hvdtrain.engines.parameter_server.server_optimizer import ServerOptimizer, layout
@@ -33,9 +30,10 @@ from hvdtrain.optim import keras_seam
 from hvdtrain.runtime.progress import Progress
 from hvdtrain.session import Session
 from hvdtrain.train import schedule
-from hvdtrain.train.fit import FitResult, build_model
+from hvdtrain.train.fit import FitResult
 from hvdtrain.train.output import make_writers, open_output, resume, save_final
 from hvdtrain.train.plan import TrainPlan, make_plan, verbosity
+from hvdtrain.train.prepare import build_model
 from hvdtrain.world import World
 
 
@@ -146,6 +144,8 @@ def _train(job: Job, ready: _Prepared, config: TrainConfig, cluster: Cluster, se
         machinery, _mode(machinery, config, ready.plan.shards.size))
     history = trainer.fit()
     progress.enter("saving the final model")
+    if store is not None:
+        store.wait()
     return FitResult(history=history, first_epoch=begin.epoch,
                      model_path=save_final(ready.model, session, config))
 

@@ -21,8 +21,9 @@ from hvdtrain.data.source import splits_of
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.job import Job
 from hvdtrain.log import get_logger
-from hvdtrain.train.checkpoint import CheckpointStore, read_state
-from hvdtrain.train.fit import build_model
+from hvdtrain.train.checkpoint import CheckpointStore
+from hvdtrain.train.checkpoint_file import read_state
+from hvdtrain.train.prepare import build_model
 
 FILE = "evaluation.jsonl"
 _POLL_S = 0.5

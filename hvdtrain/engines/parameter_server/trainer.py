@@ -28,7 +28,8 @@ from hvdtrain.optim import keras_seam
 from hvdtrain.optim.state import digests
 from hvdtrain.runtime.progress import Progress
 from hvdtrain.train.callbacks.coordinator import StoppedError
-from hvdtrain.train.checkpoint import CheckpointStore, RunState
+from hvdtrain.train.checkpoint import CheckpointStore
+from hvdtrain.train.checkpoint_file import RunState
 from hvdtrain.train.plan import TrainPlan
 from hvdtrain.train.schedule import effective_rate
 
@@ -273,5 +274,6 @@ class Trainer:
                 metrics=self._m.metrics.total(self._gained) if done else ())
             with run.progress.phase("saving a checkpoint"):
                 saved = f"All of it is in {run.store.save(run.model, state)}; go on with --resume."
+                run.store.wait()
         raise StoppedError(f"Stopped on request (signal) after step {done} of epoch "
                            f"{self._epoch + 1}. {saved}")

@@ -9,16 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain.collectives.single import SingleCollective
 from hvdtrain.engines.tf_distribute import replicas
 from hvdtrain.errors import TrainingError
-from hvdtrain.optim import keras_seam, state
+from hvdtrain.optim import keras_seam
 from hvdtrain.train.callbacks.coordinator import Coordinator
-from hvdtrain.train.callbacks.mid_epoch import StopSaver
-from hvdtrain.train.checkpoint import RunState
-from hvdtrain.train.chief import on_chief
+from hvdtrain.train.callbacks.saver import METRICS, CheckpointSaver
 from hvdtrain.train.metrics import merged_results, merged_states
 
 _SUMMED = SingleCollective()
@@ -40,18 +37,8 @@ class StrategyCoordinator(Coordinator):
     def _results(self) -> dict[str, float]:
         return merged_results(_SUMMED, self.model)
 
-    def _merge(self, figures: dict[str, Any]) -> None:
-        """Bring statistics together, and put figures of all replicas in place of this process'."""
+    def _average_statistics(self) -> None:
         replicas.average_statistics(self._strategy, self._collective, self.model)
-        merged = self._results()
-        known = {k: v for k, v in merged.items() if k in figures or not figures}
-        # A custom train_step may report figures of its own: their mean over the processes.
-        others = sorted(set(figures) - set(known))
-        if others:
-            mine = tf.constant([float(np.mean(figures[name])) for name in others], tf.float64)
-            means = self._collective.reduce([mine], name="figures", op="average")[0].numpy()
-            known.update(zip(others, map(float, means), strict=True))
-        figures.update(known)
 
     def _agree(self) -> None:
         """As allreduce does; and look at the loss, which is of all replicas."""
@@ -74,26 +61,20 @@ class StrategyCoordinator(Coordinator):
                              *keras_seam.shared_variables(self.model.optimizer)], when=when)
 
 
-class StrategyStopSaver(StopSaver):
-    """Writes the checkpoint of a run that was told to stop.
+class StrategySaver(CheckpointSaver):
+    """Writes checkpoints within an epoch.
 
     Args:
         strategy: The strategy.
-        others: As for `StopSaver`.
+        others: As for `CheckpointSaver`.
     """
 
     def __init__(self, strategy: Any, **others: Any) -> None:
         super().__init__(**others)
         self._strategy = strategy
 
-    def save(self, model: Any, epoch: int, step: int) -> str:
-        """See `StopSaver.save`. All processes."""
-        with self._progress.phase("saving a checkpoint"):
-            replicas.average_statistics(self._strategy, self._collective, model)
-            run_state = RunState(
-                epoch=epoch, step=keras_seam.steps_done(model.optimizer),
-                ranks=self._shards.size, lr_scale=self._lr_scale, version=self._version,
-                seeds=state.seeds_of(state.training_state(model)),
-                samples=self._shards.samples_before(step),
-                metrics=merged_states(_SUMMED, model))
-            return on_chief(self._collective, lambda: str(self._store.save(model, run_state)))
+    def _before(self, model: Any) -> None:
+        replicas.average_statistics(self._strategy, self._collective, model)
+
+    def _metrics(self, model: Any) -> METRICS:
+        return merged_states(_SUMMED, model)

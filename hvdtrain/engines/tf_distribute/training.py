@@ -25,7 +25,7 @@ from hvdtrain.engines.tf_distribute import patches
 from hvdtrain.engines.tf_distribute.choice import StrategyChoice, choose_strategy
 from hvdtrain.engines.tf_distribute.cluster import find_cluster
 from hvdtrain.engines.tf_distribute.collective import StrategyCollective
-from hvdtrain.engines.tf_distribute.coordinator import StrategyCoordinator, StrategyStopSaver
+from hvdtrain.engines.tf_distribute.coordinator import StrategyCoordinator, StrategySaver
 from hvdtrain.engines.tf_distribute.inputs import evaluation_input, training_input
 from hvdtrain.engines.tf_distribute.optimizer import hook_optimizer, scale_learning_rate
 from hvdtrain.engines.tf_distribute.strategies import (
@@ -41,15 +41,14 @@ from hvdtrain.runtime.watchdog import start_watchdog
 from hvdtrain.session import Session
 from hvdtrain.train.callbacks.coordinator import StopAgreement
 from hvdtrain.train.callbacks.mid_epoch import GoOn, skip_steps
-from hvdtrain.train.checkpoint import CheckpointStore, RunState
-from hvdtrain.train.fit import (
-    FitResult,
-    build_model,
-    first_step_of,
-    fit_steps_per_execution,
-)
-from hvdtrain.train.output import make_writers, open_output, resume, save_final
+from hvdtrain.train.callbacks.state import CallbackStates, RestoreCallbacks
+from hvdtrain.train.callbacks.user import divide
+from hvdtrain.train.checkpoint import CheckpointStore
+from hvdtrain.train.checkpoint_file import RunState
+from hvdtrain.train.fit import FitResult, first_step_of
+from hvdtrain.train.output import make_writers, open_output, resume, save_final, save_times
 from hvdtrain.train.plan import TrainPlan, compare_settings, make_plan, verbosity
+from hvdtrain.train.prepare import build_model, fit_steps_per_execution
 from hvdtrain.train.reading import watched
 from hvdtrain.world import World
 
@@ -180,13 +179,15 @@ class StrategyRun:
         session, config = self.session, self.config
         first_step = first_step_of(model, plan, begin)
         stop = StopAgreement(session.collective, session.progress)
+        states, times = CallbackStates(callbacks), save_times(config)
+        saver = self._saver(plan, store, states)
         coordinator = StrategyCoordinator(
             self.strategy, collective=session.collective, progress=session.progress,
             lr_plan=plan.lr, evaluate=self._evaluator(model, validation), stop=stop,
             check_weights=config.check_weights, stop_on_nan=config.stop_on_nan,
-            stop_asked=stop_asked, saver=self._stop_saver(plan, store), first_step=first_step)
-        writers = [] if store is None else make_writers(session, plan, store, begin.epoch,
-                                                        first_step)
+            stop_asked=stop_asked, saver=saver, times=times, first_step=first_step)
+        writers = [] if store is None else make_writers(
+            session, plan, store, begin.epoch, first_step, saver=saver, times=times)
         dataset = training_input(
             self.strategy, watched(train, session.progress), plan.shards,
             first_replica=plan.shards.rank, replicas_here=self.replicas_here,
@@ -200,17 +201,21 @@ class StrategyRun:
             steps_per_epoch=plan.shards.steps, shuffle=False,
             verbose=verbosity(session.world),
             # Every process restores the whole metrics: the strategy divides what is assigned.
-            callbacks=[GoOn(begin, is_chief=True), coordinator, *callbacks, stop, *writers])
+            callbacks=[GoOn(begin, is_chief=True), coordinator, *divide(callbacks, session),
+                       stop, *writers, RestoreCallbacks(states, begin.callbacks)])
+        if saver is not None:
+            saver.wait()
         return dict(history.history)
 
-    def _stop_saver(self, plan: TrainPlan,
-                    store: CheckpointStore | None) -> StrategyStopSaver | None:
+    def _saver(self, plan: TrainPlan, store: CheckpointStore | None,
+               states: CallbackStates) -> StrategySaver | None:
         if store is None:
             return None
         session = self.session
-        return StrategyStopSaver(
+        return StrategySaver(
             self.strategy, collective=session.collective, progress=session.progress, store=store,
-            shards=plan.shards, lr_scale=plan.lr.scale, version=hvdtrain.__version__)
+            shards=plan.shards, lr_scale=plan.lr.scale, version=hvdtrain.__version__,
+            states=states)
 
     def _evaluator(self, model: Any, validation: Source | None) -> Callable[[], None] | None:
         """A function that leaves the validation's figures in the metrics, over all replicas."""

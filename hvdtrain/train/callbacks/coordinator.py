@@ -24,8 +24,9 @@ from hvdtrain.errors import EXIT_STOPPED, TrainingError
 from hvdtrain.optim import keras_seam, state
 from hvdtrain.optim.distributed import state_of
 from hvdtrain.runtime.progress import Progress
-from hvdtrain.train.callbacks.mid_epoch import StopSaver, has_whole_updates
-from hvdtrain.train.metrics import merged_results
+from hvdtrain.train.callbacks.mid_epoch import has_whole_updates
+from hvdtrain.train.callbacks.saver import CheckpointSaver, SaveTimes
+from hvdtrain.train.metrics import merged_results, refuse_unmergeable
 from hvdtrain.train.schedule import LrPlan, effective_rate
 
 AGREE_EVERY_S = 2.0
@@ -69,19 +70,23 @@ class Coordinator(keras.callbacks.Callback):
         stop_on_nan: Boolean, stop when a loss is not finite.
         stop_asked: Callable that tells whether this process was told to stop.
         stop: The callback that knows what the user's callbacks ask for.
-        saver: Writes the checkpoint when the run is told to stop; None where nothing is saved.
+        saver: Writes checkpoints within an epoch; None where nothing is saved.
+        times: When one is due within an epoch, beside a stop.
         first_step: Integer, steps of the first epoch that were done by a former run.
     """
 
     def __init__(self, *, collective: Collective, progress: Progress, lr_plan: LrPlan,
                  evaluate: Callable[[], None] | None, check_weights: bool, stop_on_nan: bool,
                  stop_asked: Callable[[], bool], stop: StopAgreement,
-                 saver: StopSaver | None = None, first_step: int = 0) -> None:
+                 saver: CheckpointSaver | None = None, times: SaveTimes | None = None,
+                 first_step: int = 0) -> None:
         super().__init__()
         self._collective = collective
         self._progress = progress
         self._stop = stop
         self._saver = saver
+        self._times = times or SaveTimes()
+        self._clock_asks = False
         self._skip_before = first_step
         self._stopping = False
         self._epoch = 0
@@ -92,6 +97,7 @@ class Coordinator(keras.callbacks.Callback):
         self._stop_asked = stop_asked
         self._watch: LossWatch | None = None
         self._steps_seen = 0
+        self._merged_before = False
         self._next_agreement = 1
         self._agreed_at = (0, time.monotonic())
 
@@ -125,9 +131,25 @@ class Coordinator(keras.callbacks.Callback):
             self._agree()
             if first and self._check_weights:
                 self._compare_weights("after the first step")
-        if self._stopping and has_whole_updates(self.model.optimizer):
-            self._leave(batch)
+        self._save_or_leave(batch)
         self._steps_seen += self.model.steps_per_execution
+
+    def _save_or_leave(self, batch: int) -> None:
+        """Save where it is due, or end where it was asked for; between whole updates only."""
+        step = self._epoch * self.params["steps"] + batch
+        if self._steps_seen == 0:
+            self._times.begin(step)
+        due = batch > 0 and (self._clock_asks or self._times.by_steps(step))
+        if not (due or self._stopping) or not has_whole_updates(self.model.optimizer):
+            return
+        if due:
+            self._agree()  # nothing is saved of a run whose loss is no number
+        if self._stopping:
+            self._leave(batch)
+        if self._saver is not None:
+            self._saver.save(self.model, self._epoch, batch)
+        self._clock_asks = False
+        self._times.begin(step)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replace this rank's figures by those of all ranks."""
@@ -149,13 +171,26 @@ class Coordinator(keras.callbacks.Callback):
 
     def _results(self) -> dict[str, float]:
         """The metrics of the model over the samples of all ranks."""
+        if not self._merged_before:
+            refuse_unmergeable(self._collective, self.model)
+            self._merged_before = True
         return merged_results(self._collective, self.model)
 
+    def _average_statistics(self) -> None:
+        state.average_statistics(self._collective, self.model)
+
     def _merge(self, figures: dict[str, Any]) -> None:
-        """Put the figures of all ranks in the place of this rank's."""
+        """Put statistics and figures of all ranks in the place of this rank's."""
+        self._average_statistics()
         merged = self._results()
-        # A custom train_step may report figures of its own; none is added to those.
-        figures.update({k: v for k, v in merged.items() if k in figures or not figures})
+        # A custom train_step may report figures of its own, and no others are added to those.
+        known = {k: v for k, v in merged.items() if k in figures or not figures}
+        others = sorted(set(figures) - set(known))
+        if others:  # their mean over the ranks
+            mine = tf.constant([float(np.mean(figures[name])) for name in others], tf.float64)
+            means = self._collective.reduce([mine], name="hvdtrain.figures", op="average")[0]
+            known.update(zip(others, map(float, means.numpy()), strict=True))
+        figures.update(known)
 
     def _agree(self) -> None:
         """Exchange what each rank knows; all ranks act on it alike."""
@@ -163,7 +198,8 @@ class Coordinator(keras.callbacks.Callback):
         steps, at = self._agreed_at
         elapsed = (time.monotonic() - at) / max(1, self._steps_seen - steps)
         everyone = self._exchange(
-            [bad, float(self._stop_asked()), elapsed, float(self._stop.wanted)])
+            [bad, float(self._stop_asked()), elapsed, float(self._stop.wanted),
+             float(self._times.by_clock())])
         self._agreed_at = (self._steps_seen, time.monotonic())
         pause = max(1, int(AGREE_EVERY_S / max(float(everyone[:, 2].max()), 1e-6)))
         self._next_agreement = self._steps_seen + (pause if self._steps_seen > 2 else 20)
@@ -172,6 +208,7 @@ class Coordinator(keras.callbacks.Callback):
             step = int(bad_steps[bad_steps >= 0].min())
             self._raise_nan(step, [int(r) for r in np.flatnonzero(bad_steps == step)])
         self._stopping = self._stopping or bool(everyone[:, 1].any())
+        self._clock_asks = self._clock_asks or bool(everyone[0, 4])
         if everyone[:, 3].any():
             self._stop.agree()
 
@@ -180,6 +217,7 @@ class Coordinator(keras.callbacks.Callback):
         saved = "Nothing was saved, since the run has no output folder."
         if self._saver is not None:
             path = self._saver.save(self.model, self._epoch, step)
+            self._saver.wait()
             saved = f"All of it is in {path}; go on with --resume."
         raise StoppedError(
             f"Stopped on request (signal) after step {step} of epoch {self._epoch + 1}, on all "
@@ -208,8 +246,9 @@ class Coordinator(keras.callbacks.Callback):
     def _compare_weights(self, when: str) -> None:
         shared = keras_seam.shared_variables(self.model.optimizer)
         with self._progress.phase("comparing the weights"):
-            state.check_equal(self._collective, [*self.model.trainable_variables, *shared],
-                              when=when)
+            weights = keras_seam.shared_weights(self.model.optimizer,
+                                                self.model.trainable_variables)
+            state.check_equal(self._collective, [*weights, *shared], when=when)
 
 
 class StopAgreement(keras.callbacks.Callback):

@@ -1,8 +1,8 @@
 """Stopping within an epoch and going on from there, as if nothing had happened.
 
-`StopSaver` writes the checkpoint: beside model and optimizer it holds how many samples of the
-epoch were trained on, and the metrics' states over all ranks. `GoOn` restores them. Keras then
-begins the epoch anew and asks for all of its steps; those that were done are skipped.
+A checkpoint within an epoch holds, beside model and optimizer, how many samples of the epoch
+were trained on, and the metrics' states over all ranks. `GoOn` restores them. Keras then begins
+the epoch anew and asks for all of its steps; those that were done are skipped.
 """
 
 from __future__ import annotations
@@ -12,57 +12,10 @@ from typing import Any
 
 import keras
 
-from hvdtrain.collectives.base import Collective
-from hvdtrain.data.shard import ShardPlan
 from hvdtrain.log import get_logger
 from hvdtrain.optim import keras_seam
-from hvdtrain.optim.state import seeds_of, training_state
-from hvdtrain.runtime.progress import Progress
-from hvdtrain.train.checkpoint import CheckpointStore, RunState
-from hvdtrain.train.chief import on_chief
-from hvdtrain.train.metrics import merged_states, restore_states
-
-
-class StopSaver:
-    """Writes the checkpoint of a run that was told to stop.
-
-    Args:
-        collective: The collective of the run.
-        progress: Of this rank, for the watchdog.
-        store: Where checkpoints go.
-        shards: Which samples belong to which step.
-        lr_scale: Float, the factor on the learning rate.
-        version: String, this hvdtrain.
-    """
-
-    def __init__(self, *, collective: Collective, progress: Progress, store: CheckpointStore,
-                 shards: ShardPlan, lr_scale: float, version: str) -> None:
-        self._collective = collective
-        self._progress = progress
-        self._store = store
-        self._shards = shards
-        self._lr_scale = lr_scale
-        self._version = version
-
-    def save(self, model: Any, epoch: int, step: int) -> str:
-        """Write it; returns its path. All ranks.
-
-        Args:
-            model: The model.
-            epoch: Integer, the epoch that was begun, from 0.
-            step: Integer, its steps that were done.
-
-        Raises:
-            CheckpointError: On every rank, if the chief could not write it.
-        """
-        with self._progress.phase("saving a checkpoint"):
-            state = RunState(
-                epoch=epoch, step=keras_seam.steps_done(model.optimizer),
-                ranks=self._collective.size, lr_scale=self._lr_scale, version=self._version,
-                seeds=seeds_of(training_state(model)),
-                samples=self._shards.samples_before(step),
-                metrics=merged_states(self._collective, model))
-            return on_chief(self._collective, lambda: str(self._store.save(model, state)))
+from hvdtrain.train.checkpoint_file import RunState
+from hvdtrain.train.metrics import restore_states
 
 
 class GoOn(keras.callbacks.Callback):

@@ -13,54 +13,40 @@ from typing import Any
 
 import keras
 
-from hvdtrain.collectives.base import Collective
 from hvdtrain.errors import CheckpointError
-from hvdtrain.optim.keras_seam import steps_done
-from hvdtrain.optim.state import seeds_of, training_state
-from hvdtrain.runtime.progress import Progress
-from hvdtrain.train.checkpoint import CheckpointStore, RunState
-from hvdtrain.train.chief import on_chief
+from hvdtrain.train.callbacks.saver import CheckpointSaver, SaveTimes
 
 
 class CheckpointWriter(keras.callbacks.Callback):
     """Writes a checkpoint after every so many epochs, and after the last. On every rank.
 
     Args:
-        collective: The collective of the run.
-        progress: Of this rank: all ranks wait while the chief saves.
-        store: Where checkpoints go.
-        every_epochs: Integer, at least 1.
+        saver: What writes it.
+        times: When one is due beside that.
+        every_epochs: Integer; 0 for none but those of `times`.
         last_epoch: Integer, the number of epochs of the run.
-        ranks: Integer, the gradients of an update.
-        lr_scale: Float, the factor on the learning rate.
-        version: String, this hvdtrain.
+        steps: Integer, steps of an epoch.
     """
 
-    def __init__(self, *, collective: Collective, progress: Progress, store: CheckpointStore,
-                 every_epochs: int, last_epoch: int, ranks: int, lr_scale: float,
-                 version: str) -> None:
+    def __init__(self, saver: CheckpointSaver, times: SaveTimes, *, every_epochs: int,
+                 last_epoch: int, steps: int) -> None:
         super().__init__()
-        self._collective = collective
-        self._ranks = ranks
-        self._progress = progress
-        self._store = store
+        self._saver = saver
+        self._times = times
         self._every = every_epochs
         self._last = last_epoch
-        self._lr_scale = lr_scale
-        self._version = version
+        self._steps = steps
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Save where it is due."""
         del logs
         done = epoch + 1
-        if done % self._every and done != self._last and not self.model.stop_training:
-            return
-        run_state = RunState(
-            epoch=done, step=steps_done(self.model.optimizer), ranks=self._ranks,
-            lr_scale=self._lr_scale, version=self._version,
-            seeds=seeds_of(training_state(self.model)))
-        with self._progress.phase("saving a checkpoint"):
-            on_chief(self._collective, lambda: str(self._store.save(self.model, run_state)))
+        due = self._times.by_steps(done * self._steps)
+        if self._every:
+            due = due or done % self._every == 0 or done == self._last or self.model.stop_training
+        if due:
+            self._saver.save(self.model, done)
+            self._times.begin(done * self._steps)
 
 
 class MetricsWriter(keras.callbacks.Callback):

@@ -1,0 +1,545 @@
+"""`fit`, `evaluate` and `predict` on real ranks against plain Keras in one process."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+RANKS = pytest.mark.ranks(3)
+BATCH = 4
+FULL = 3 * BATCH
+
+
+@pytest.fixture
+def keras():
+    return pytest.importorskip("keras")
+
+
+@pytest.fixture
+def tf():
+    return pytest.importorskip("tensorflow")
+
+
+def numbers(n, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, 6)).astype("f4")
+    return x, (np.abs(x[:, :1] * 3).astype("i4") % 3)[:, 0]
+
+
+def dense(keras, **compiled):
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([
+        keras.Input((6,)), keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2"),
+        keras.layers.Dense(3, activation="softmax")])
+    settings = {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"], **compiled}
+    model.compile(keras.optimizers.Adam(0.02, global_clipnorm=0.5), **settings)
+    return model
+
+
+def masked(keras, **compiled):
+    """Sequences of different lengths: the loss is a mean over what is not masked."""
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([
+        keras.Input((5,)), keras.layers.Embedding(9, 4, mask_zero=True),
+        keras.layers.LSTM(6, return_sequences=True), keras.layers.Dense(3, activation="softmax")])
+    settings = {"loss": "sparse_categorical_crossentropy", **compiled}
+    model.compile(keras.optimizers.SGD(0.2), **settings)
+    return model
+
+
+def sequences(n):
+    rng = np.random.default_rng(1)
+    x = rng.integers(1, 9, size=(n, 5))
+    for row, length in enumerate(rng.integers(1, 6, size=n)):
+        x[row, length:] = 0
+    return x, rng.integers(0, 3, size=(n, 5))
+
+
+def train(keras, session, make, data, **config):
+    """The model and the figures of all ranks; and of plain Keras with the larger batch."""
+    import hvdtrain
+    ours, plain = make(keras), make(keras)
+    hvdtrain.DistributedOptimizer(ours.optimizer)
+    settings = {"batch_per_rank": BATCH, "epochs": 2, "shuffle": False, "lr_scaling": "none",
+                "remainder": "join", **config}
+    result = hvdtrain.fit(ours, data, config=hvdtrain.TrainConfig(**settings), session=session)
+    x, y, *weight = data
+    theirs = plain.fit(x, y, batch_size=FULL, epochs=settings["epochs"], shuffle=False, verbose=0,
+                       sample_weight=weight[0] if weight else None)
+    return ours, plain, result.history, theirs.history
+
+
+def assert_equal(ours, plain, history, expected):
+    for a, b in zip(ours.trainable_variables, plain.trainable_variables, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6)
+    moved = max(float(np.abs(v.numpy()).max()) for v in plain.optimizer.variables[2:] or [
+        plain.trainable_variables[0]])
+    assert moved > 1e-4
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, rtol=2e-6, atol=1e-6, err_msg=name)
+
+
+@RANKS
+@pytest.mark.parametrize("left", [1, 2, 4, 7, FULL - 1])
+def test_a_last_batch_of_any_size_trains_as_in_one_process(left, rank_session, keras):
+    """With one sample left two ranks have none."""
+    assert_equal(*train(keras, rank_session, dense, numbers(2 * FULL + left)))
+
+
+@RANKS
+def test_a_rank_without_samples_runs_every_layer_and_keeps_its_statistics(rank_session, keras):
+    """One sample is left: a true empty batch would give NaN in one layer, an error in another."""
+    import hvdtrain
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([
+        keras.Input((5,)), keras.layers.Embedding(9, 4), keras.layers.BatchNormalization(),
+        keras.layers.LSTM(4), keras.layers.Dropout(0.5), keras.layers.Dense(3, "softmax")])
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+                  "sparse_categorical_crossentropy", metrics=["accuracy"])
+    x, y = sequences(FULL + 1)
+    seen = []
+
+    class Statistics(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            seen.append([v.numpy() for v in self.model.layers[1].non_trainable_variables])
+
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append([v.numpy() for v in self.model.layers[1].non_trainable_variables])
+    hvdtrain.fit(model, (x, y[:, 0]), callbacks=[Statistics()], session=rank_session,
+                 config=hvdtrain.TrainConfig(batch_per_rank=BATCH, shuffle=False,
+                                             lr_scaling="none", remainder="join"))
+    assert len(seen) == 4
+    assert all(np.isfinite(v).all() for v in seen[-1])
+    assert not np.array_equal(seen[0][0], seen[1][0])
+    kept = all(np.array_equal(a, b) for a, b in zip(seen[2], seen[3], strict=True))
+    everyone = rank_session.collective.gather_objects(kept)
+    assert everyone == [True, True, False], "the last rank has the one sample"
+
+
+@RANKS
+@pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight", "sum_over_batch_size"])
+@pytest.mark.parametrize("left", [0, 2])
+def test_reductions_and_weights_of_samples(reduction, left, rank_session, keras):
+    x, y = numbers(2 * FULL + left)
+    weight = np.random.default_rng(5).uniform(0, 2, size=len(x)).astype("f4")
+
+    def make(keras):
+        return dense(keras, loss=keras.losses.SparseCategoricalCrossentropy(reduction=reduction),
+                     weighted_metrics=["accuracy"])
+    assert_equal(*train(keras, rank_session, make, (x, y, weight)))
+
+
+@RANKS
+@pytest.mark.parametrize("left", [0, 2])
+def test_masks_and_ignored_classes(left, rank_session, keras):
+    assert_equal(*train(keras, rank_session, masked, sequences(2 * FULL + left)))
+
+    def ignoring(keras):
+        return dense(keras, metrics=[],
+                     loss=keras.losses.SparseCategoricalCrossentropy(ignore_class=1))
+    assert_equal(*train(keras, rank_session, ignoring, numbers(2 * FULL + left)))
+
+
+@RANKS
+def test_several_outputs_and_steps_per_execution(rank_session, keras):
+    def make(keras):
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((6,))
+        hidden = keras.layers.Dense(5, activation="tanh", activity_regularizer="l2")(inputs)
+        outputs = {"a": keras.layers.Dense(3, activation="softmax", name="a")(hidden),
+                   "b": keras.layers.Dense(1, name="b")(hidden)}
+        model = keras.Model(inputs, outputs)
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.9), steps_per_execution=3,
+                      loss={"a": "sparse_categorical_crossentropy",
+                            "b": keras.losses.MeanSquaredError(reduction="sum")},
+                      loss_weights={"a": 1.0, "b": 0.1})
+        return model
+    x, y = numbers(2 * FULL + 2)
+    import hvdtrain
+    ours, plain = make(keras), make(keras)
+    hvdtrain.DistributedOptimizer(ours.optimizer)
+    hvdtrain.fit(ours, (x, {"a": y, "b": x[:, :1]}), session=rank_session,
+                 config=hvdtrain.TrainConfig(batch_per_rank=BATCH, epochs=2, shuffle=False,
+                                             lr_scaling="none", remainder="join"))
+    plain.fit(x, {"a": y, "b": x[:, :1]}, batch_size=FULL, epochs=2, shuffle=False, verbose=0)
+    for a, b in zip(ours.trainable_variables, plain.trainable_variables, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6)
+
+
+@RANKS
+def test_a_train_step_that_does_not_scale_its_loss_is_refused(rank_session, keras, tf):
+    import hvdtrain
+    from hvdtrain.errors import ConfigError
+
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+    model = Own([keras.Input((6,)), keras.layers.Dense(3, activation="softmax")])
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+                  "sparse_categorical_crossentropy")
+    with pytest.raises(ConfigError, match="scale_loss"):
+        hvdtrain.fit(model, numbers(FULL + 1), session=rank_session,
+                     config=hvdtrain.TrainConfig(batch_per_rank=BATCH, remainder="join"))
+
+
+METRICS = {
+    "classes": (3, lambda m: [
+        m.SparseCategoricalAccuracy(), m.SparseCategoricalCrossentropy(),
+        m.SparseTopKCategoricalAccuracy(k=2)]),
+    "one_hot": (3, lambda m: [
+        m.CategoricalAccuracy(), m.CategoricalCrossentropy(), m.TopKCategoricalAccuracy(k=2),
+        m.CategoricalHinge(), m.KLDivergence(), m.CosineSimilarity(), m.F1Score(average="macro"),
+        m.FBetaScore(average="weighted", beta=2.0), m.OneHotMeanIoU(num_classes=3),
+        m.OneHotIoU(num_classes=3, target_class_ids=[1])]),
+    "binary": (1, lambda m: [
+        m.BinaryAccuracy(), m.BinaryCrossentropy(), m.AUC(), m.AUC(curve="PR", name="auc_pr"),
+        m.Precision(), m.Recall(), m.TruePositives(), m.TrueNegatives(), m.FalsePositives(),
+        m.FalseNegatives(), m.PrecisionAtRecall(0.5), m.RecallAtPrecision(0.5),
+        m.SensitivityAtSpecificity(0.5), m.SpecificityAtSensitivity(0.5), m.Hinge(),
+        m.SquaredHinge(), m.BinaryIoU()]),
+    "numbers": (1, lambda m: [
+        m.MeanSquaredError(), m.RootMeanSquaredError(), m.MeanAbsoluteError(),
+        m.MeanAbsolutePercentageError(), m.MeanSquaredLogarithmicError(), m.LogCoshError(),
+        m.R2Score(), m.Poisson()]),
+}
+
+
+@RANKS
+@pytest.mark.parametrize("samples", [2, 40])
+@pytest.mark.parametrize("kind", METRICS)
+def test_figures_of_evaluate_are_those_of_one_process(kind, samples, rank_session, keras):
+    """With two samples one rank has none."""
+    import hvdtrain
+    outputs, make = METRICS[kind]
+    x, y = numbers(samples, seed=4)
+    loss = "mse"
+    if kind == "classes":
+        loss = "sparse_categorical_crossentropy"
+    elif kind == "one_hot":
+        y = np.eye(3, dtype="f4")[y]
+    elif kind == "binary":
+        y = (y > 0).astype("f4")[:, None]
+    else:
+        y = np.abs(x[:, :1]) + 1.0
+
+    def model():
+        keras.backend.clear_session()  # names of metrics are counted
+        keras.utils.set_random_seed(3)
+        last = {1: "sigmoid", 3: "softmax"}[outputs]
+        built = keras.Sequential([keras.Input((6,)), keras.layers.Dense(outputs, last)])
+        built.compile("sgd", loss, metrics=make(keras.metrics))
+        return built
+    expected = model().evaluate(x, y, batch_size=7, verbose=0, return_dict=True)
+    found = hvdtrain.evaluate(model(), (x, y), batch_per_rank=7, session=rank_session)
+    assert found.keys() == expected.keys()
+    assert len(found) == len(make(keras.metrics)) + 1
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], np.mean(value), rtol=1e-6, atol=1e-6,
+                                   err_msg=name)
+    everyone = rank_session.collective.gather_objects(found)
+    assert all(other == found for other in everyone)
+
+
+@RANKS
+@pytest.mark.parametrize("samples", [1, 2, 50])
+def test_predictions_come_in_order_on_every_rank(samples, rank_session, keras):
+    import hvdtrain
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((6,))
+    model = keras.Model(inputs, {"a": keras.layers.Dense(3)(inputs),
+                                 "b": keras.layers.Dense(2, dtype="bfloat16")(inputs)})
+    x, _ = numbers(samples)
+    found = hvdtrain.predict(model, x, batch_per_rank=4, session=rank_session)
+    expected = model.predict(x, batch_size=4, verbose=0)
+    assert found["a"].shape == (samples, 3)
+    assert found["b"].dtype == np.asarray(expected["b"]).dtype
+    for name in ("a", "b"):
+        np.testing.assert_allclose(found[name].astype("f4"),
+                                   np.asarray(expected[name]).astype("f4"), atol=1e-6)
+
+
+@RANKS
+def test_a_metric_says_how_it_is_merged_or_is_refused(rank_session, keras, tf):
+    import hvdtrain
+    from hvdtrain.errors import TrainingError
+
+    class Largest(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__(name="largest")
+            self.most = self.add_variable((), initializer="zeros", name="most")
+            self.reset_state()
+
+        def update_state(self, y_true, y_pred, sample_weight=None):
+            self.most.assign(keras.ops.maximum(self.most, keras.ops.max(y_true)))
+
+        def result(self):
+            return self.most
+
+        def reset_state(self):
+            self.most.assign(-np.inf)
+
+    class Merged(Largest):
+        def merge_states(self, states):
+            return [np.max([own[0] for own in states], axis=0)]
+
+    def model(metric):
+        made = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+        made.compile("sgd", "mse", metrics=[metric])
+        return made
+    x, _ = numbers(30)
+    y = np.arange(30, dtype="f4")[:, None]
+    with pytest.raises(TrainingError, match="`largest` .* begins with -inf"):
+        hvdtrain.evaluate(model(Largest()), (x, y), session=rank_session)
+    assert hvdtrain.evaluate(model(Merged()), (x, y), session=rank_session)["largest"] == 29.0
+
+
+@RANKS
+def test_callbacks_of_keras_decide_alike_and_only_the_chief_writes(
+        rank_session, keras, tmp_path_factory):
+    import hvdtrain
+    folder = rank_session.collective.gather_objects(str(tmp_path_factory.mktemp("run")))[0]
+    rank, seen = rank_session.world.rank, []
+
+    class Own(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(dict(logs))
+
+    class Note(keras.callbacks.Callback):
+        chief_only = True
+
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append("written")
+    callbacks = [
+        keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0,
+                                      restore_best_weights=True),
+        keras.callbacks.ReduceLROnPlateau("val_loss", factor=0.5, patience=1, min_delta=10.0),
+        keras.callbacks.ModelCheckpoint(f"{folder}/best-{{epoch}}.keras", save_best_only=True),
+        keras.callbacks.CSVLogger(f"{folder}/log.csv"),
+        keras.callbacks.TensorBoard(f"{folder}/tb"),
+        keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch)),
+        Own(), Note()]
+    model = dense(keras)
+    hvdtrain.DistributedOptimizer(model.optimizer)
+    result = hvdtrain.fit(
+        model, numbers(50), validation=numbers(20, seed=9), callbacks=callbacks,
+        session=rank_session, config=hvdtrain.TrainConfig(
+            batch_per_rank=BATCH, epochs=9, lr_scaling="none", output=f"{folder}/out"))
+    epochs = len(result.history["loss"])
+    assert epochs == 2, "min_delta is never reached, so patience ends the run"
+    everyone = rank_session.collective.gather_objects(
+        [result.history, [v.numpy().tolist() for v in model.trainable_variables]])
+    assert all(other == everyone[0] for other in everyone)
+    assert seen.count("written") == (epochs if rank == 0 else 0)
+    assert [s for s in seen if isinstance(s, int)] == list(range(epochs))
+    assert "val_accuracy" in next(s for s in seen if isinstance(s, dict))
+    rank_session.collective.barrier()
+    if rank == 0:
+        root = Path(folder)
+        assert len((root / "log.csv").read_text().splitlines()) == epochs + 1
+        losses = result.history["val_loss"]
+        assert sorted(p.name for p in root.glob("best-*")) == [
+            f"best-{number + 1}.keras" for number, loss in enumerate(losses)
+            if loss < min([np.inf, *losses[:number]])]
+        assert list(root.glob("tb/*/*"))
+
+
+@RANKS
+def test_backup_and_restore_begins_all_ranks_with_the_same_weights(
+        rank_session, keras, tmp_path_factory):
+    import hvdtrain
+    folder = rank_session.collective.gather_objects(str(tmp_path_factory.mktemp("backup")))[0]
+
+    def fit(epochs, extra=()):
+        model = dense(keras)
+        hvdtrain.DistributedOptimizer(model.optimizer)
+        backup = keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
+        result = hvdtrain.fit(
+            model, numbers(50), callbacks=[backup, *extra], session=rank_session,
+            config=hvdtrain.TrainConfig(batch_per_rank=BATCH, epochs=epochs, lr_scaling="none"))
+        return model, result
+    whole, _ = fit(3)
+    rank_session.collective.barrier()
+    if rank_session.world.is_chief:
+        import shutil
+        shutil.rmtree(folder)
+    rank_session.collective.barrier()
+    fit(2)
+    rank_session.collective.barrier()
+    resumed, result = fit(3)
+    assert len(result.history["loss"]) == 1
+    for a, b in zip(whole.trainable_variables, resumed.trainable_variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+@RANKS
+def test_own_figures_of_a_train_step_are_averaged_over_ranks(rank_session, keras):
+    import hvdtrain
+
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            super().train_step(data)
+            return {"mine": keras.ops.cast(rank_session.world.rank, "float32")}
+    model = Own([keras.Input((6,)), keras.layers.Dense(3, activation="softmax")])
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+                  "sparse_categorical_crossentropy")
+    result = hvdtrain.fit(model, numbers(FULL), session=rank_session,
+                          config=hvdtrain.TrainConfig(batch_per_rank=BATCH))
+    assert result.history["mine"] == [1.0]
+
+
+@RANKS
+@pytest.mark.parametrize("every", [{"checkpoint_every_steps": 3},
+                                   {"checkpoint_every_s": 1e-3, "checkpoint_every_epochs": 0}])
+def test_a_run_goes_on_from_a_checkpoint_within_an_epoch(every, rank_session, keras,
+                                                         tmp_path_factory, monkeypatch):
+    import hvdtrain
+    from hvdtrain.train.callbacks import coordinator
+    monkeypatch.setattr(coordinator, "AGREE_EVERY_S", 0.0)
+    folder = rank_session.collective.gather_objects(str(tmp_path_factory.mktemp("every")))[0]
+    figures = []
+
+    class Lose(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if figures and figures[-1] is None and batch == 4:
+                raise KeyboardInterrupt
+
+        def on_epoch_end(self, epoch, logs=None):
+            figures.append(logs["loss"])
+
+    def fit(lost, output, **config):
+        model = dense(keras)
+        hvdtrain.DistributedOptimizer(model.optimizer)
+        if lost:
+            figures.append(None)
+        stopping = keras.callbacks.EarlyStopping("loss", patience=9)
+        hvdtrain.fit(model, numbers(6 * FULL), callbacks=[Lose(), stopping], session=rank_session,
+                     config=hvdtrain.TrainConfig(
+                         batch_per_rank=BATCH, epochs=2, lr_scaling="none", tensorboard=False,
+                         output=f"{folder}/{output}", **every, **config))
+        return model, stopping
+    whole, expected = fit(False, "whole")
+    with pytest.raises(KeyboardInterrupt):
+        fit(True, "lost")
+    rank_session.collective.barrier()
+    figures.clear()
+    resumed, stopping = fit(False, "lost", resume=True)
+    assert stopping.best == expected.best
+    assert stopping.wait == expected.wait
+    for a, b in zip(whole.variables, resumed.variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+    rank_session.collective.barrier()
+    lines = Path(f"{folder}/lost/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [1, 2]
+
+
+@RANKS
+@pytest.mark.parametrize("kind", ["dataset", "generator"])
+def test_a_stream_of_unknown_length_trains_as_the_union_of_its_batches(
+        kind, rank_session, keras, tf):
+    """One rank has two steps less than another, and a last batch of one sample."""
+    import hvdtrain
+    lengths = (9, 3, 11)
+    x, y = numbers(sum(lengths))
+    begins = np.cumsum([0, *lengths])
+
+    def share(rank, size):
+        if size == 1:
+            return iter(zip(x, y, strict=True))
+        rows = slice(begins[rank], begins[rank + 1])
+        made = tf.data.Dataset.from_tensor_slices((x[rows], y[rows]))
+        if kind == "generator":
+            return ((a, b) for a, b in zip(x[rows], y[rows], strict=True))
+        return made.filter(lambda a, b: True)  # its length is not known
+    ours, plain = dense(keras), dense(keras)
+    hvdtrain.DistributedOptimizer(ours.optimizer)
+    result = hvdtrain.fit(
+        ours, hvdtrain.StreamSource(share), session=rank_session,
+        validation=hvdtrain.StreamSource(share),
+        config=hvdtrain.TrainConfig(batch_per_rank=BATCH, epochs=3, lr_scaling="none"))
+    steps = [np.concatenate([np.arange(begins[r], begins[r + 1])[s * BATCH:(s + 1) * BATCH]
+                             for r in range(3)]) for s in range(3)]
+    for _ in range(3):
+        for rows in steps:
+            plain.train_on_batch(x[rows], y[rows])
+    for a, b in zip(ours.trainable_variables, plain.trainable_variables, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6)
+    expected = plain.evaluate(x, y, verbose=0, return_dict=True)
+    np.testing.assert_allclose(result.history["val_loss"][-1], expected["loss"], atol=1e-5)
+
+
+@RANKS
+def test_a_data_set_is_divided_sample_by_sample_and_a_stream_that_changes_is_told(
+        rank_session, keras, tf):
+    import hvdtrain
+    x, y = numbers(20)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y))
+    model = dense(keras)
+    hvdtrain.DistributedOptimizer(model.optimizer)
+    config = hvdtrain.TrainConfig(batch_per_rank=BATCH, epochs=1)
+    result = hvdtrain.fit(model, hvdtrain.StreamSource(dataset), config=config,
+                          session=rank_session)
+    assert len(result.history["loss"]) == 1
+    found = hvdtrain.evaluate(model, hvdtrain.StreamSource(dataset), session=rank_session)
+    expected = hvdtrain.evaluate(model, (x, y), session=rank_session)
+    np.testing.assert_allclose(found["accuracy"], expected["accuracy"], atol=1e-6)
+    length = [12]
+    shrinking = hvdtrain.StreamSource(
+        lambda rank, size: iter([(x[i], y[i]) for i in range(length[0])]))
+    assert shrinking.count(rank_session.world.rank, 3) == 12
+    length[0] = 9
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the stream changed"):
+        hvdtrain.fit(model, shrinking, config=config, session=rank_session)
+
+
+@RANKS
+@pytest.mark.parametrize("optimizer", ["adam", "accumulation", "loss_scale"])
+def test_compiled_halves_of_a_step_train_as_without_xla(optimizer, rank_session, keras):
+    import hvdtrain
+    o = keras.optimizers
+    makes = {"adam": lambda: o.Adam(0.02, global_clipnorm=0.5),
+             "accumulation": lambda: o.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
+             "loss_scale": lambda: o.LossScaleOptimizer(o.Adam(0.02))}
+
+    def train(xla):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([
+            keras.Input((5,)), keras.layers.Embedding(9, 4), keras.layers.Flatten(),
+            keras.layers.BatchNormalization(), keras.layers.Dense(3, activation="softmax")])
+        model.compile(hvdtrain.DistributedOptimizer(makes[optimizer]()),
+                      "sparse_categorical_crossentropy", metrics=["accuracy"])
+        x, y = sequences(3 * FULL + 4)
+        result = hvdtrain.fit(
+            model, (x, y[:, 0]), session=rank_session, config=hvdtrain.TrainConfig(
+                batch_per_rank=BATCH, epochs=2, lr_scaling="none", remainder="join", xla=xla))
+        return model, result.history
+    (plain, expected), (compiled, history) = train(False), train(True)
+    for a, b in zip(plain.variables, compiled.variables, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), atol=2e-6, err_msg=a.path)
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5, atol=1e-6)
+
+
+@RANKS
+def test_what_xla_cannot_compile_is_refused(rank_session, keras):
+    import hvdtrain
+    from hvdtrain.errors import ConfigError
+    config = hvdtrain.TrainConfig(batch_per_rank=BATCH, xla=True)
+    model = masked(keras)
+    hvdtrain.DistributedOptimizer(model.optimizer)
+    with pytest.raises(ConfigError, match="cannot be compiled by XLA"):
+        hvdtrain.fit(model, sequences(FULL), config=config, session=rank_session)
+
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            return super().train_step(data)
+    own = Own([keras.Input((6,)), keras.layers.Dense(3, activation="softmax")])
+    own.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1)),
+                "sparse_categorical_crossentropy")
+    with pytest.raises(ConfigError, match="has one of its own"):
+        hvdtrain.fit(own, numbers(FULL), config=config, session=rank_session)
