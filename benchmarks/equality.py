@@ -19,6 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import equality_features
 import numpy as np
 
 BATCH, FEATURES, STEPS = 8, 16, 20
@@ -138,8 +139,9 @@ def on_rank(path):
     import hvdtrain
     session = hvdtrain.init()
     rows = [compare(name, make, session) for name, make in configurations().items()]
+    features = equality_features.rows(session)
     if session.world.is_chief:
-        Path(path).write_text(json.dumps(rows))
+        Path(path).write_text(json.dumps({"optimizers": rows, "features": features}))
     session.collective.barrier()
     sys.stdout.flush()
     os._exit(0)
@@ -153,10 +155,11 @@ def launch(size, path):
     return json.loads(Path(path).read_text())
 
 
-def render(tables):
+def render(runs):
     import keras
     import tensorflow as tf
-    sizes = sorted(tables)
+    sizes = sorted(runs)
+    tables = {size: run["optimizers"] for size, run in runs.items()}
     worst = max(row["difference"] for rows in tables.values() for row in rows)
     equal = all(row["bitwise_equal"] for rows in tables.values() for row in rows)
     lines = [
@@ -175,6 +178,18 @@ def render(tables):
     for i, row in enumerate(tables[sizes[-1]]):
         cells = " | ".join(f"{tables[n][i]['difference']:.1e}" for n in sizes)
         lines.append(f"| {row['name']} | {row['moved']:.2g} | {cells} |")
+    lines += [
+        "", "## Features", "",
+        "The same comparison for what else a training uses (`benchmarks/equality_features.py` says "
+        "of each row what is compared with what).", "",
+        "| feature | weights moved by | " + " | ".join(
+            f"{n} rank{'s' if n > 1 else ''}" for n in sizes) + " |",
+        "|---|---|" + "---|" * len(sizes),
+    ]
+    for i, row in enumerate(runs[sizes[-1]]["features"]):
+        cells = " | ".join(f"{runs[n]['features'][i]['difference']:.1e}" for n in sizes)
+        moved = "" if row["moved"] is None else f"{row['moved']:.2g}"
+        lines.append(f"| {row['name']} | {moved} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
