@@ -100,8 +100,6 @@ def on_rank(args):
     if session.world.is_chief:
         Path(args.result).write_text(json.dumps(everyone))
     collective.barrier()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def measure(made, collective, rounds):
@@ -162,6 +160,7 @@ def main():
     args = parser.parse_args()
     if args.on_rank:
         on_rank(args)
+        return
     print(json.dumps(summary(args)))
 
 

@@ -20,6 +20,8 @@ from hvdtrain.optional import require
 
 CHUNK_BYTES = 1 << 28
 """One broadcast carries at most this much: MPI counts elements in a 32-bit integer."""
+_LARGE = 1 << 14
+"""Elements of a tensor that is not copied only to tie it."""
 
 
 class HorovodCollective(Collective):
@@ -194,24 +196,33 @@ class HorovodCollective(Collective):
         Horovod registers its operations as stateless, so TensorFlow folds a collective whose
         inputs are all constants: it runs once and later calls return the old value or hang. A
         variable among the inputs prevents it (a control dependency does not). The smallest
-        tensor is taken: adding a zero to it costs nothing.
+        tensor is taken: adding a zero to it costs nothing, unless it is large.
         """
         if self._tf.executing_eagerly():
             return tensors
         sizes = [t.shape.num_elements() or 1 << 62 for t in tensors]
         smallest = sizes.index(min(sizes))
         tensor = tensors[smallest]
-        tensors[smallest] = tensor + self._zero(tensor.dtype)
+        if _LARGE < sizes[smallest] < 1 << 62:
+            tensors[smallest] = self._with_tied_shape(tensor)
+        else:
+            tensors[smallest] = tensor + self._zero(tensor.dtype)
         return tensors
 
     def _tie_shape(self, tensors: list[Tensor]) -> list[Tensor]:
-        """As `_tie`, without copying a tensor that is large: the variable is in its shape."""
+        """As `_tie`, never by a sum."""
         if self._tf.executing_eagerly():
             return tensors
-        first = tensors[0]
-        shape = self._tf.constant(first.shape.as_list()) + self._zero(self._tf.int32)
-        tensors[0] = self._tf.reshape(first, shape)
+        tensors[0] = self._with_tied_shape(tensors[0])
         return tensors
+
+    def _with_tied_shape(self, tensor: Tensor) -> Tensor:
+        """The same tensor, not copied: the variable is in its shape."""
+        with self._tf.device("CPU:0"):
+            shape = self._tf.constant(tensor.shape.as_list()) + self._zero(self._tf.int32)
+        tied = self._tf.reshape(tensor, shape)
+        tied.set_shape(tensor.shape)
+        return tied
 
     def _zero(self, dtype: Any) -> Tensor:
         if dtype.name not in self._zeros:

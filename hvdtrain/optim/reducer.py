@@ -27,6 +27,7 @@ from hvdtrain.optim.wire import Wire, multiplied, number_bytes
 __all__ = ["GradientReducer", "ReducerOptions", "merge_rows"]
 Pattern = tuple[GradientKind, ...]
 _INT32_END = 1 << 31
+_SMALL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,16 +160,22 @@ class GradientReducer:
         return chosen
 
     def _buckets(self, dense: Sequence[_Dense]) -> list[tuple[Wire, list[_Dense]]]:
-        """Group by wire, dtype and size, in the order in which the backward pass makes them."""
+        """Group by wire, dtype and size, in the order in which the backward pass makes them.
+
+        Small gradients have buckets of their own. TensorFlow computes those of biases when it has
+        nothing longer to do, often last of all; large ones do not wait for them.
+        """
+        most = self._options.bucket_bytes
         done: list[tuple[Wire, list[_Dense]]] = []
         open_buckets: dict[Any, tuple[list[_Dense], int]] = {}
         for one in reversed(dense):
             wire = self._wires.of(one.gradient.dtype, one.gradient.shape.as_list())
-            key = (wire, one.gradient.dtype)
+            own = (one.gradient.shape.num_elements() or 0) * one.gradient.dtype.size
+            key = (wire, one.gradient.dtype, own <= min(_SMALL_BYTES, most // 16))
             bucket, size = open_buckets.get(key, ([], 0))
             bucket.append(one)
-            size += (one.gradient.shape.num_elements() or 0) * one.gradient.dtype.size
-            if size >= self._options.bucket_bytes:
+            size += own
+            if size >= most:
                 done.append((wire, bucket))
                 bucket, size = [], 0
             open_buckets[key] = (bucket, size)
