@@ -21,6 +21,8 @@ from hvdtrain.engines.parameter_server.probe import ModelParts
 from hvdtrain.optim import keras_seam
 
 Array = np.ndarray[Any, Any]
+_ALIGNED = 16
+"""Numbers of 4 bytes between the addresses from which TensorFlow reads without copying."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,7 +88,8 @@ class ServerParameters:
                 tables.append((False, (piece,)))
             else:
                 groups.setdefault((piece.server, str(variable.dtype)), []).append(piece)
-        return [*((True, tuple(group)) for _, group in sorted(groups.items())), *tables]
+        return [*((True, tuple(sorted(group, key=_is_ragged)))
+                  for _, group in sorted(groups.items())), *tables]
 
     def _make(self, strategy: Any, flat: bool, pieces: tuple[Piece, ...],
               values: Sequence[Array]) -> Holder:
@@ -114,7 +117,7 @@ class ServerParameters:
             if holder.is_table:
                 continue
             value = self._fetch(holder, holder.variable.value.read_value)
-            parts = (tf.split(value, [p.size for p in holder.pieces]) if holder.flat else [value])
+            parts = _cut_flat(value, holder.pieces) if holder.flat else [value]
             for piece, part in zip(holder.pieces, parts, strict=True):
                 found.setdefault(piece.parameter, []).append(
                     (piece.start, tf.reshape(part, piece.shape)))
@@ -229,6 +232,20 @@ class ServerParameters:
     def _owner(shards: Sequence[Holder], rows: Any) -> Any:
         starts = tf.constant([shard.pieces[0].start for shard in shards], tf.int64)
         return tf.searchsorted(starts, rows, side="right") - 1
+
+
+def _is_ragged(piece: Piece) -> bool:
+    """Whether what stands behind the piece in a vector begins at no boundary of 64 bytes."""
+    return piece.size % _ALIGNED != 0
+
+
+def _cut_flat(value: Any, pieces: Sequence[Piece]) -> list[Any]:
+    """The pieces of a vector. TensorFlow copies only those that are not aligned."""
+    parts, start = [], 0
+    for piece in pieces:
+        parts.append(tf.slice(value, [start], [piece.size]))
+        start += piece.size
+    return parts
 
 
 def _cut_out(value: Array, piece: Piece) -> Array:
