@@ -2,6 +2,7 @@
 
     hvdtrain launch -np 2 -- python benchmarks/embedding.py
     hvdtrain launch -np 4 -- python benchmarks/embedding.py --optimizers Adam
+    python benchmarks/embedding.py --network 1000          # two virtual hosts; root only
 
 Each case is one embedding table under a distributed optimizer. The three ways take turns in one
 process, `--block` steps at a time, `--rounds` times, so that what else the machine does meets
@@ -17,9 +18,11 @@ import argparse
 import logging
 import os
 import statistics
+import sys
 import time
 
 import numpy as np
+from on_hosts import virtual_hosts
 
 CASES = [(100_000, 64, 32, 20), (100_000, 64, 256, 80), (20_000, 64, 128, 100),
          (2_000, 64, 32, 20), (2_000, 64, 64, 100), (500, 32, 64, 50), (96, 64, 16, 64)]
@@ -92,7 +95,15 @@ def main():
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--block", type=int, default=10)
     parser.add_argument("--case", type=int, action="append", help="number of a case; several")
+    parser.add_argument("--network", type=float, metavar="MBIT",
+                        help="start two ranks, each on a virtual host, with links of this speed")
     options = parser.parse_args()
+    if options.network:
+        with virtual_hosts(2, options.network) as launch:
+            given = sys.argv[1:]
+            at = given.index("--network")
+            launch(["--", sys.executable, __file__, *given[:at], *given[at + 2:]])
+        return
     import hvdtrain
     session = hvdtrain.init()
     decisions = Decisions()

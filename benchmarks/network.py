@@ -11,12 +11,10 @@ ratio of the best one to the bound.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from on_hosts import virtual_hosts
 
 
 def on_rank(floats, repeats, rate_mbit):
@@ -59,19 +57,10 @@ def main():
     if asked.on_rank:
         on_rank(asked.floats, asked.repeats, asked.rate)
         return 0
-    sys.path.insert(0, str(ROOT))
-    from tests.cluster.hosts import VirtualHosts
-    with VirtualHosts(asked.hosts, rate=f"{asked.rate:g}mbit") as hosts:
-        hostfile = Path("/dev/shm") / f"hvdtrain-bench-{os.getpid()}"
-        hosts.run("hosta", ["bash", "-c", f"printf '%s slots=1\\n' {' '.join(hosts.names)} > "
-                                          f"{hostfile}"])
-        process = hosts.start(
-            "hosta", [sys.executable, "-m", "hvdtrain", "launch", "--starter", asked.starter,
-                      "--hostfile", str(hostfile), "--", sys.executable, __file__, "--on-rank",
-                      *sys.argv[1:]], cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
-        for line in process.stdout:
-            print(line, end="", flush=True)
-        return process.wait()
+    with virtual_hosts(asked.hosts, asked.rate) as launch:
+        launch(["--starter", asked.starter, "--", sys.executable, __file__, "--on-rank",
+                *sys.argv[1:]])
+    return 0
 
 
 if __name__ == "__main__":

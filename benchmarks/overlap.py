@@ -27,8 +27,8 @@ from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from on_hosts import ROOT, virtual_hosts
+
 JOB = """
 [model]
 name = "mlp"
@@ -56,19 +56,15 @@ STEPS, SKIPPED_STEPS = 30, 5
 BUCKET = re.compile(r"hvdtrain\.opt.*\.b\d+(_\d+of\d+)?$")
 
 
-def timeline(command, bucket_mb, folder, run):
+def timeline(launch, bucket_mb, folder):
     """The events of a run, in order of time."""
     job, path = folder / "deep.toml", folder / "timeline.json"
     job.write_text(JOB)
-    run([sys.executable, "-m", "hvdtrain", *command, "fit", str(job), "--output",
-         str(folder / "out"), "--no-tensorboard", "--checkpoint-every-epochs", "0", "--overwrite",
-         "--bucket-mb", str(bucket_mb), "--timeline", str(path)])
+    launch(["fit", str(job), "--output", str(folder / "out"), "--no-tensorboard",
+            "--checkpoint-every-epochs", "0", "--overwrite", "--bucket-mb", str(bucket_mb),
+            "--timeline", str(path)])
     text = path.read_text().rstrip().rstrip(",")
     return json.loads(text if text.endswith("]") else text + "]")
-
-
-def run_here(command):
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 def buckets(events):
@@ -120,22 +116,13 @@ def show(ranks, found):
 
 def compare(options, folder):
     """In buckets against in one bucket, on virtual hosts."""
-    from tests.cluster.hosts import VirtualHosts
-    with VirtualHosts(options.ranks, rate=f"{options.network:g}mbit") as hosts:
-        hostfile = folder / "hosts"
-        hostfile.write_text("".join(f"{name} slots=1\n" for name in hosts.names))
-
-        def run(command):
-            process = hosts.start("hosta", command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
-            text = process.stdout.read()
-            if process.wait():
-                raise SystemExit(text[-3000:])
-        sides = {"buckets": options.bucket_mb, "one bucket": 1000}
-        found = {side: [] for side in sides}
+    sides = {"buckets": options.bucket_mb, "one bucket": 1000}
+    found = {side: [] for side in sides}
+    with virtual_hosts(options.ranks, options.network) as launch:
         for _ in range(options.rounds):
             for side, size in sides.items():
                 found[side].append(figures(timeline(
-                    ["launch", "--hostfile", str(hostfile)], size, folder, run)))
+                    lambda words: launch(words, quiet=True), size, folder)))
     for side, runs in found.items():
         print(f"{side}: {statistics.median(one['ms'] for one in runs):.0f} ms per step, "
               f"{statistics.median(one['share'] for one in runs):.0%} of the time of reductions "
@@ -160,8 +147,9 @@ def main():
         if options.network:
             compare(options, folder)
         else:
-            show(options.ranks, figures(timeline(
-                ["launch", "-np", str(options.ranks)], options.bucket_mb, folder, run_here)))
+            show(options.ranks, figures(timeline(lambda words: subprocess.run(
+                [sys.executable, "-m", "hvdtrain", "launch", "-np", str(options.ranks), *words],
+                cwd=ROOT, check=True, stdout=subprocess.DEVNULL), options.bucket_mb, folder)))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,18 @@ CollectiveName = Literal["auto", "horovod-gloo", "horovod-mpi", "mpi4py", "singl
 
 _LONGEST_HANG_S = 1_000_000
 _LARGEST_PREDIVIDE = 1_000_000
+_OF_ALLREDUCE: dict[str, tuple[tuple[object, ...], str]] = {
+    "remainder": (("pad", "drop"), "Use remainder='pad' or 'drop'."),
+    "collective": (("auto",), "Leave it out: TensorFlow itself moves the gradients."),
+    "zero": ((False,), "Leave it out."),
+    "sync_batch_norm": ((False,), "Leave it out; tf.distribute has its own: "
+                                  "keras.layers.BatchNormalization(synchronized=True)."),
+    "compression": (("none",), "Leave it out; engine 'ps' has --ps-wire-dtype bfloat16."),
+    "predivide": ((1.0,), "Leave it out."),
+    "xla": ((False,), "Leave it out."),
+    "timeline": ((None,), "Leave it out: it is Horovod's."),
+}
+"""Settings that only engine `allreduce` has: the values that change nothing, and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,19 +141,15 @@ class TrainConfig:
 
 
     def _check_engine(self) -> None:
-        if self.engine != "allreduce" and self.zero:
-            raise ConfigError("zero belongs to engine 'allreduce'. Received: engine="
-                              f"{self.engine!r}. Leave it out.")
         if self.xla and self.sync_batch_norm:
             raise ConfigError("xla compiles the forward pass, and sync_batch_norm needs a "
                               "collective within it. Leave one of the two out.")
-        if self.engine != "allreduce" and self.sync_batch_norm:
-            raise ConfigError("sync_batch_norm belongs to engine 'allreduce'. Received: engine="
-                              f"{self.engine!r}. Leave it out; tf.distribute has its own: "
-                              "keras.layers.BatchNormalization(synchronized=True).")
-        if self.engine != "allreduce" and self.remainder == "join":
-            raise ConfigError(f"remainder='join' belongs to engine 'allreduce'. Received: engine="
-                              f"{self.engine!r}. Use remainder='pad' or 'drop'.")
+        if self.engine != "allreduce":
+            for name, (harmless, instead) in _OF_ALLREDUCE.items():
+                if getattr(self, name) not in harmless:
+                    raise ConfigError(
+                        f"{name}={getattr(self, name)!r} belongs to engine 'allreduce'. Received: "
+                        f"engine={self.engine!r}. {instead}")
         if self.engine == "ps" and (self.checkpoint_every_steps or self.checkpoint_every_s):
             raise ConfigError("Engine 'ps' writes checkpoints at the ends of epochs only. "
                               f"Received: checkpoint_every_steps={self.checkpoint_every_steps}, "

@@ -103,6 +103,7 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
         _write_timeline(timeline, choice, env)
     made = create(choice)
     compare_with_promise(world, made)
+    made.one_host = world.local_size == world.size
     if world.size > 1:
         watch_uncaught(world, env)
     progress = Progress()

@@ -30,11 +30,13 @@ class Collective(ABC):
         name: String, e.g. `"horovod-gloo"`, `"horovod-mpi"`, `"mpi4py"`, `"single"`.
         rank: Integer, this process.
         size: Integer, number of processes.
+        one_host: Boolean, whether all of them are known to be on one host; equal on all.
     """
 
     name: str
     rank: int
     size: int
+    one_host: bool = False
 
     @abstractmethod
     def reduce(self, tensors: Sequence[Tensor], *, name: str, op: ReduceOp) -> list[Tensor]:

@@ -198,29 +198,38 @@ def stream_dataset(source: StreamSource, plan: StreamPlan, *, first_epoch: int =
 
     Returns:
         A `tf.data.Dataset` of pairs `(weight, batch)`, as `training_dataset` where a plan is
-        uneven. Where a share gives fewer samples than were counted, reading it fails.
+        uneven. Where a share gives fewer samples than were counted, reading it fails; where it
+        gives more, what follows the epoch fails.
     """
     weights = tf.constant(plan.weights())
-    sizes = tf.constant([plan.batch_of(plan.rank, step) for step in range(plan.steps)], tf.int64)
+    sizes = tf.constant([plan.batch_of(plan.rank, step) for step in range(plan.steps + 1)],
+                        tf.int64)
     own = source.samples(plan.rank, plan.size).batch(plan.batch_per_rank)
     # Of a rank that has none at all, the first sample of all.
     spare_of = source.samples(plan.rank, plan.size) if plan.counts[plan.rank] else source.samples(
         0, 1)
-    spare = spare_of.take(1).batch(1).cache().repeat()
+    spare = tf.data.Dataset.from_tensors(next(iter(spare_of.take(1).batch(1)))).repeat()
 
-    def checked(step: Any, batch: Any) -> Any:
-        found = tf.shape(tf.nest.flatten(batch)[0], tf.int64)[0]
-        expected = tf.maximum(sizes[step], 1)
-        check = tf.debugging.Assert(tf.equal(found, expected), [
+    def marked(batches: Any, *, real: bool) -> Any:
+        return tf.data.Dataset.zip(batches, tf.data.Dataset.from_tensors(real).repeat())
+
+    def checked(step: Any, batch_and_real: Any) -> Any:
+        batch, real = batch_and_real
+        found = tf.where(real, tf.shape(tf.nest.flatten(batch)[0], tf.int64)[0], 0)
+        check = tf.debugging.Assert(tf.equal(found, sizes[step]), [
             f"{source.name}: the stream changed: samples of rank {plan.rank} in step", step,
-            "expected", expected, "found", found])
+            "expected", sizes[step], "found", found])
         with tf.control_dependencies([check] if check is not None else []):
-            return tf.identity(weights[step]), tf.nest.map_structure(tf.identity, batch)
+            return tf.identity(step), tf.nest.map_structure(tf.identity, batch)
 
     def one_epoch(epoch: Any) -> Any:
         begin = tf.where(tf.equal(epoch, first_epoch), tf.constant(first_step, tf.int64), 0)
-        steps = tf.data.Dataset.range(begin, plan.steps)
-        return tf.data.Dataset.zip(steps, own.skip(begin).concatenate(spare)).map(checked)
+        # One step more than there are: nothing must be left over.
+        steps = tf.data.Dataset.range(begin, plan.steps + 1)
+        batches = marked(own.skip(begin), real=True).concatenate(marked(spare, real=False))
+        found = tf.data.Dataset.zip(steps, batches).map(checked)
+        return found.filter(lambda step, batch: step < plan.steps).map(
+            lambda step, batch: (tf.identity(weights[step]), batch))
 
     return tf.data.Dataset.counter(first_epoch).flat_map(one_epoch).prefetch(tf.data.AUTOTUNE)
 
@@ -230,8 +239,6 @@ def one_sample(source: Source | StreamSource) -> Structure:
     if isinstance(source, StreamSource):
         return source.first()
     return source.read(np.zeros(1, np.int64))
-
-
 
 
 def _spec_of(value: Any) -> Any:

@@ -150,6 +150,7 @@ class GradientReducer:
             count = int(tf.TensorShape(kind.shape).num_elements() or 0)
             choice = sparse.choose(
                 kinds, self._options, updates_rows=self._updates_rows,
+                one_host=self._collective.one_host,
                 value_bytes=self._wires.value_bytes(dtype),
                 dense_bytes=self._wires.of(dtype, kind.shape).dense_bytes(
                     count, number_bytes(dtype)))

@@ -51,6 +51,7 @@ class TrainPlan:
             ("job", f"{self.job}: {self.parameters:,} parameters, {self.optimizer}"),
             ("ranks", f"{len(self.ranks)}: {_group(self.ranks)}"),
             *(self.details or (("collective", self.collective),)),
+            *((("gradients", text),) if (text := _gradients(config)) else ()),
             ("batch", f"{shards.batch_per_rank} per {self.party} x {shards.size} = "
                       f"{shards.global_batch} global"),
             ("data", self._data_line()),
@@ -107,6 +108,18 @@ def verbosity(world: World) -> int:
     """
     person = sys.stdout.isatty() and world.starter == "single"
     return 0 if not world.is_chief else 1 if person else 2
+
+
+def _gradients(config: TrainConfig) -> str:
+    """What is done with gradients beside the mean over all ranks; empty for nothing."""
+    said = {
+        f"compressed to {config.compression}": config.compression != "none",
+        f"divided by {config.predivide:g} first": config.predivide != 1,
+        "optimizer state divided over the ranks": config.zero,
+        "BatchNormalization over all ranks": config.sync_batch_norm,
+        "halves of the step compiled by XLA": config.xla,
+    }
+    return ", ".join(text for text, applies in said.items() if applies)
 
 
 def _group(ranks: tuple[str, ...]) -> str:

@@ -52,13 +52,14 @@ def table(ids, rows=100_000, width=64):
                         shape=(rows, width), ids=ids)
 
 
-def choose(ids_of_ranks, options=None, rows=100_000, width=64):
+def choose(ids_of_ranks, options=None, rows=100_000, width=64, *, one_host=False):
     options = options or ReducerOptions()
     ranks = len(ids_of_ranks)
     wires = Wires(SomeRanks(ranks), options)
     kinds = [table(ids, rows, width) for ids in ids_of_ranks]
     return sparse.choose(
-        kinds, options, updates_rows=True, value_bytes=wires.value_bytes(tf.float32),
+        kinds, options, updates_rows=True, one_host=one_host,
+        value_bytes=wires.value_bytes(tf.float32),
         dense_bytes=wires.of(tf.float32, (rows, width)).dense_bytes(rows * width, 4)).way
 
 
@@ -70,6 +71,13 @@ def choose(ids_of_ranks, options=None, rows=100_000, width=64):
     ([0, 0], 100_000, "gather")])
 def test_the_rows_used_travel_where_they_are_fewer_bytes(ids, rows, way):
     assert choose(ids, rows=rows) == way
+
+
+def test_within_one_host_a_gather_must_save_more():
+    ids, rows = [12_800] * 2, 20_000  # half of the bytes
+    assert choose(ids, rows=rows) == "gather"
+    assert choose(ids, rows=rows, one_host=True) == "dense"
+    assert choose([640] * 2, one_host=True) == "gather"
 
 
 def test_what_was_asked_for_is_done():

@@ -107,5 +107,5 @@ def test_xla_is_refused_while_the_step_is_traced():
 
 
 def test_another_engine_is_refused():
-    with pytest.raises(ConfigError, match="sync_batch_norm belongs to engine 'allreduce'"):
+    with pytest.raises(ConfigError, match="sync_batch_norm=True belongs to engine 'allreduce'"):
         hvdtrain.TrainConfig(engine="tf", sync_batch_norm=True)

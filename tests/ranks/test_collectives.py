@@ -11,11 +11,6 @@ ALL = [pytest.param(name, marks=pytest.mark.ranks(2, collective=name), id=name)
        for name in ("horovod-gloo", "horovod-mpi", "mpi4py")]
 
 
-@pytest.fixture
-def tf():
-    return pytest.importorskip("tensorflow")
-
-
 @pytest.mark.parametrize("collective", ALL)
 def test_the_collective_is_the_one_asked_for(collective, rank_session):
     assert rank_session.collective.name == collective

@@ -12,16 +12,6 @@ EVERY = [pytest.param(name, marks=pytest.mark.ranks(2, collective=name), id=name
 BATCH, STEPS = 6, 12
 
 
-@pytest.fixture
-def keras():
-    return pytest.importorskip("keras")
-
-
-@pytest.fixture
-def tf():
-    return pytest.importorskip("tensorflow")
-
-
 def images(size, mean=0.0):
     rng = np.random.default_rng(0)
     x = rng.normal(mean, 3.0, size=(STEPS * size * BATCH, 6, 6, 3)).astype("f4")

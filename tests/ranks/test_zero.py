@@ -9,25 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.rank_checks import assert_same_everywhere
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 TWO = pytest.mark.ranks(2)
-
-
-@pytest.fixture
-def keras():
-    return pytest.importorskip("keras")
-
-
-@pytest.fixture
-def tf():
-    return pytest.importorskip("tensorflow")
-
-
-def assert_same_everywhere(session, variables):
-    from hvdtrain.optim import state
-    everyone = session.collective.gather_objects(state.digests(variables).values)
-    assert all(d == everyone[0] for d in everyone)
 
 
 def quiet_fit(*args, **kwargs):
