@@ -287,11 +287,11 @@ def shared_variables(optimizer: Optimizer) -> list[Any]:
     update, the states of variables that each rank has for itself, and states that are divided.
     """
     own = {id(v) for leaf in leaf_optimizers(optimizer)
-           for v in [*getattr(leaf, "_accumulated_gradients", []), *_local_slots(leaf)]}
+           for v in [*getattr(leaf, "_accumulated_gradients", []), *local_slots(leaf)]}
     return [v for v in optimizer.variables if id(v) not in own and not is_divided(v)]
 
 
-def _local_slots(leaf: Optimizer) -> list[Any]:
+def local_slots(leaf: Optimizer) -> list[Any]:
     """The states of local variables: Keras keeps each kind in a list, in build order."""
     is_local = leaf.__dict__.get(_IS_LOCAL)
     if is_local is None:

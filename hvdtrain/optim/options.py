@@ -40,8 +40,8 @@ class ReducerOptions:
     op: GradientOp = "average"
     """`sum` does not divide by N; `adasum` is Horovod's Adasum, where the collective has it."""
     local_variables: tuple[str, ...] | Callable[[Any], bool] = ()
-    """Variables whose gradients stay on their rank: names, paths or beginnings of paths
-    (`"expert"` for all of that layer), or a function of the variable."""
+    """Variables whose gradients stay on their rank: names, paths or parts of paths (`"expert"` for
+    all of a layer of that name), or a function of the variable."""
 
     def __post_init__(self) -> None:
         for name, known in (("sparse", Sparse), ("merge", Merge), ("compression", Compression),
@@ -71,14 +71,24 @@ class ReducerOptions:
         """Whether the gradient of `variable`, called `path`, stays on its rank."""
         if callable(self.local_variables):
             return bool(self.local_variables(variable))
-        return any(path == name or path.startswith(f"{name}/") or path.split("/")[-1] == name
-                   for name in self.local_variables)
+        return any(_is_within(name, path) for name in self.local_variables)
+
+    def unknown_names(self, paths: Sequence[str]) -> list[str]:
+        """Names in `local_variables` that no variable with one of these paths has."""
+        if callable(self.local_variables):
+            return []
+        return [name for name in self.local_variables
+                if not any(_is_within(name, path) for path in paths)]
 
     @property
     def text(self) -> str:
         """The settings that must be equal on all ranks."""
         return ", ".join(f"{name}={value!r}" for name, value in vars(self).items()
                          if name != "local_variables")
+
+
+def _is_within(name: str, path: str) -> bool:
+    return f"/{name.strip('/')}/" in f"/{path}/"
 
 
 def check_use(options: ReducerOptions, leaves: Sequence[Any], collective: Collective, *,

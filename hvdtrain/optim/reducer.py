@@ -87,7 +87,8 @@ class GradientReducer:
             out[position] = self._merged(out[position])
         if not shared:
             return out
-        choices = self._agree([_kind_of(gradients[p], variables[p], indices[p]) for p in shared])
+        choices = self._agree([_kind_of(gradients[p], variables[p], indices[p]) for p in shared],
+                              variables)
         name = self._call_name([indices[p] for p in shared])
         dense: list[_Dense] = []
         for position in shared:
@@ -124,7 +125,16 @@ class GradientReducer:
         merge = isinstance(gradient, tf.IndexedSlices) and self._options.merge == "sum"
         return merge_rows(gradient) if merge else gradient
 
-    def _agree(self, kinds: Sequence[GradientKind]) -> dict[int, SparseChoice]:
+    def _warn_of_unknown_names(self, variables: Sequence[Any]) -> None:
+        unknown = self._options.unknown_names([keras_seam.variable_path(v) for v in variables])
+        if unknown and self._collective.rank == 0:
+            get_logger().warning(
+                "local_variables names %s, but none of the %d variables of this optimizer has such "
+                "a name in its path (the first one is `%s`).", ", ".join(map(repr, unknown)),
+                len(variables), keras_seam.variable_path(variables[0]))
+
+    def _agree(self, kinds: Sequence[GradientKind],
+               variables: Sequence[Any]) -> dict[int, SparseChoice]:
         """How each sparse gradient travels, by index, as all ranks decided together.
 
         The ranks speak when this one has not met the pattern before, while the step is traced.
@@ -133,6 +143,7 @@ class GradientReducer:
         """
         pattern = tuple(kinds)
         if pattern not in self._agreed:
+            self._warn_of_unknown_names(variables)
             report = Report(reducer=self._name, options=self._options.text, kinds=pattern)
             with tf.init_scope():
                 reports = self._collective.gather_objects(report)

@@ -25,14 +25,27 @@ def training_state(model: Any) -> list[Any]:
 
     Returns:
         A list of Keras variables without duplicates, in an order that depends on the model only.
+        Without those that each rank has for itself.
     """
     found: dict[int, Any] = {}
     optimizer = getattr(model, "optimizer", None)
+    own = {id(v) for v in local_variables(model)}
     for variable in [*model.variables, *(optimizer.variables if optimizer else []),
                      keras_seam.global_seed_variable()]:
-        if not keras_seam.is_divided(variable):
+        if not keras_seam.is_divided(variable) and id(variable) not in own:
             found.setdefault(id(variable), variable)
     return list(found.values())
+
+
+def local_variables(model: Any) -> list[Any]:
+    """Weights, and their state, that each rank has for itself (`ReducerOptions`)."""
+    optimizer = getattr(model, "optimizer", None)
+    if not optimizer:
+        return []
+    shared = {id(v) for v in keras_seam.shared_weights(optimizer, model.variables)}
+    return [*(v for v in model.variables if id(v) not in shared),
+            *(v for leaf in keras_seam.leaf_optimizers(optimizer)
+              for v in keras_seam.local_slots(leaf))]
 
 
 def broadcast(collective: Collective, variables: Sequence[Any], *, root: int = 0) -> int:

@@ -82,6 +82,11 @@ def resume(model: Any, session: Session, config: TrainConfig, store: CheckpointS
                               store.folder)
         return start
     if session.world.is_chief:
+        own = state.local_variables(model)
+        if own and session.world.size > 1:
+            get_logger().warning(
+                "A checkpoint holds the chief's variables only. What other ranks have for "
+                "themselves (`%s`%s) begins anew.", own[0].path, ", ..." if own[1:] else "")
         schedule.rescale(model.optimizer, plan.lr.scale / found.lr_scale)
         state.restore_seeds(state.training_state(model), found.seeds)
         within = f" and {found.samples} samples of the next" if found.samples else ""

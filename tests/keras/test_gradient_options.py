@@ -40,11 +40,19 @@ def test_options_that_do_not_fit_are_refused(values, message):
 
 @pytest.mark.parametrize(("chosen", "path", "local"), [
     (("expert",), "expert/kernel", True), (("expert",), "expert_2/kernel", False),
+    (("expert",), "sequential/expert/kernel", True), (("expert/k",), "a/expert/kernel", False),
+    (("expert/kernel",), "a/expert/kernel", True),
     ("kernel", "expert/kernel", True), (("a", "b"), "b", True), ((), "expert/kernel", False),
     (lambda v: v.trainable, "any", True)])
 def test_local_variables_are_chosen_by_name_or_function(chosen, path, local):
     variable = keras.Variable([1.0])
     assert ReducerOptions(local_variables=chosen).is_local(path, variable) is local
+
+
+def test_names_that_no_variable_has_are_found():
+    options = ReducerOptions(local_variables=("expert", "exprt"))
+    assert options.unknown_names(["a/expert/kernel", "b/kernel"]) == ["exprt"]
+    assert ReducerOptions(local_variables=lambda v: True).unknown_names([]) == []
 
 
 def table(ids, rows=100_000, width=64):

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.rank_checks import assert_same_everywhere
+
 RANKS = pytest.mark.ranks(3)
 BATCH = 4
 FULL = 3 * BATCH
@@ -521,6 +523,28 @@ def test_compiled_halves_and_divided_state_train_as_without(
         np.testing.assert_allclose(a.numpy(), b.numpy(), atol=2e-6, err_msg=a.path)
     for name, values in expected.items():
         np.testing.assert_allclose(history[name], values, rtol=1e-5, atol=1e-6)
+
+
+@RANKS
+def test_layers_that_each_rank_has_for_itself_may_have_other_shapes(rank_session, keras):
+    import hvdtrain
+    rank = rank_session.world.rank
+    keras.utils.set_random_seed(rank)
+    model = keras.Sequential([
+        keras.Input((6,)), keras.layers.Dense(8, activation="tanh", name="shared"),
+        keras.layers.Dense(4 + rank, name="own"),
+        keras.layers.Dense(3, activation="softmax", name="own_out")])
+    optimizer = hvdtrain.DistributedOptimizer(
+        keras.optimizers.Adam(0.02),
+        options=hvdtrain.ReducerOptions(local_variables=("own", "own_out")))
+    model.compile(optimizer, "sparse_categorical_crossentropy")
+    begin = model.get_layer("own").kernel.numpy()
+    hvdtrain.fit(model, numbers(3 * FULL), session=rank_session,
+                 config=hvdtrain.TrainConfig(batch_per_rank=BATCH, lr_scaling="none"))
+    own = model.get_layer("own").kernel.numpy()
+    assert own.shape == (8, 4 + rank)
+    assert 0 < np.abs(own - begin).max() < 0.1  # three steps from where this rank began
+    assert_same_everywhere(rank_session, model.get_layer("shared").trainable_variables)
 
 
 @RANKS
