@@ -2,6 +2,6 @@
 
 from hvdtrain.build_horovod.build import build_horovod, plan_key
 from hvdtrain.build_horovod.key import RECIPE
-from hvdtrain.build_horovod.options import BuildOptions, BuildResult, default_cache
+from hvdtrain.build_horovod.options import BuildOptions, BuildResult
 
-__all__ = ["RECIPE", "BuildOptions", "BuildResult", "build_horovod", "default_cache", "plan_key"]
+__all__ = ["RECIPE", "BuildOptions", "BuildResult", "build_horovod", "plan_key"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,14 +75,6 @@ class BuildResult:
     """Collectives of the self-test that passed: `gloo`, `mpi`; empty when it did not run."""
     seconds: float
     """Wall time of the whole call."""
-
-
-def default_cache(environ: Mapping[str, str]) -> Path:
-    """`$HVDTRAIN_CACHE`, else `$XDG_CACHE_HOME/hvdtrain`, else `~/.cache/hvdtrain`."""
-    if environ.get("HVDTRAIN_CACHE"):
-        return Path(environ["HVDTRAIN_CACHE"])
-    base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "hvdtrain"
 
 
 def automatic_jobs() -> int:

@@ -53,7 +53,8 @@ def build_horovod_command(
         "Horovod's source archive. Default: through pip.", "--sdist")] = None,
 ) -> None:
     """Build Horovod for the installed TensorFlow: once, then from the cache."""
-    from hvdtrain.build_horovod import BuildOptions, build_horovod, default_cache, plan_key
+    from hvdtrain.build_horovod import BuildOptions, build_horovod, plan_key
+    from hvdtrain.cache import default_cache
 
     if not get_logger().handlers:
         configure()

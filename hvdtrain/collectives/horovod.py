@@ -226,7 +226,9 @@ class HorovodCollective(Collective):
 
     def _zero(self, dtype: Any) -> Tensor:
         if dtype.name not in self._zeros:
-            with self._tf.init_scope():
+            # Shapes are computed on the CPU, beside a GPU too.
+            where = "CPU:0" if dtype.is_integer else None
+            with self._tf.init_scope(), self._tf.device(where):
                 self._zeros[dtype.name] = self._tf.Variable(
                     self._tf.zeros([], dtype), trainable=False, name="hvdtrain_zero")
         return self._zeros[dtype.name].read_value()

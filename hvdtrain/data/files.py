@@ -7,12 +7,13 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from hvdtrain.cache import default_cache
 from hvdtrain.data.once import once_per_host
 from hvdtrain.errors import DataError
 
@@ -141,15 +142,7 @@ def cache_folder(given: str | Path | None) -> Path:
         given: Path, or None for `$HVDTRAIN_CACHE/data`, else `$XDG_CACHE_HOME/hvdtrain/data`, else
             `~/.cache/hvdtrain/data`.
     """
-    return Path(given) if given is not None else _default_cache(os.environ) / "data"
-
-
-def _default_cache(environ: Mapping[str, str]) -> Path:
-    """As `hvdtrain build-horovod` has it."""
-    if environ.get("HVDTRAIN_CACHE"):
-        return Path(environ["HVDTRAIN_CACHE"])
-    base = environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "hvdtrain"
+    return Path(given) if given is not None else default_cache(os.environ) / "data"
 
 
 def fingerprint(files: Sequence[Path], *settings: object) -> str:

@@ -22,6 +22,8 @@ FEWER = 1.1
 share in one."""
 FEWER_ON_ONE_HOST = 2.5
 """As `FEWER`, where bytes do not cross a network (measured by benchmarks/embedding.py)."""
+SAVED_ON_ONE_HOST_BYTES = 1 << 20
+"""There a gather must also save so many bytes, for its second collective."""
 SMALL_TABLE_BYTES = 1 << 16
 """A table of at most this size travels whole where the number of rows used is not known: an
 allreduce of it takes about as long as one of nothing."""
@@ -76,9 +78,12 @@ def choose(kinds: Sequence[GradientKind], options: ReducerOptions, *, value_byte
             way="dense" if small else "gather", form=form,
             reason=f"rows per step not known, table of {_bytes(rows * row_bytes)}")
     gather_bytes = (len(kinds) - 1) * used * row_bytes
-    fewer = FEWER_ON_ONE_HOST if one_host else FEWER
+    pays = FEWER * gather_bytes < dense_bytes
+    if one_host:
+        pays = (FEWER_ON_ONE_HOST * gather_bytes < dense_bytes
+                and dense_bytes - gather_bytes > SAVED_ON_ONE_HOST_BYTES)
     return SparseChoice(
-        way="gather" if fewer * gather_bytes < dense_bytes else "dense", form=form,
+        way="gather" if pays else "dense", form=form,
         reason=f"about {_bytes(gather_bytes)} to send per step for the rows used, "
                f"{_bytes(dense_bytes)} for the table{', within one host' if one_host else ''}")
 

@@ -86,6 +86,8 @@ def test_within_one_host_a_gather_must_save_more():
     assert choose(ids, rows=rows) == "gather"
     assert choose(ids, rows=rows, one_host=True) == "dense"
     assert choose([640] * 2, one_host=True) == "gather"
+    assert choose([640] * 2, rows=2000) == "gather"
+    assert choose([640] * 2, rows=2000, one_host=True) == "dense"
 
 
 def test_what_was_asked_for_is_done():

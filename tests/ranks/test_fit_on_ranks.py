@@ -495,8 +495,7 @@ def test_a_data_set_is_divided_sample_by_sample_and_a_stream_that_changes_is_tol
 @RANKS
 @pytest.mark.parametrize(("xla", "zero", "optimizer"), [
     (True, False, "adam"), (True, False, "accumulation"), (True, False, "loss_scale"),
-    (False, True, "adam"), (True, True, "adam"), (True, True, "accumulation"),
-    (True, True, "loss_scale")])
+    (False, True, "adam"), (True, True, "adam"), (True, True, "loss_scale")])
 def test_compiled_halves_and_divided_state_train_as_without(
         xla, zero, optimizer, rank_session, keras):
     import hvdtrain

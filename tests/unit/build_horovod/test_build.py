@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import hvdtrain.build_horovod.build as build_module
-from hvdtrain.build_horovod import BuildOptions, build_horovod, default_cache, plan_key
+from hvdtrain.build_horovod import BuildOptions, build_horovod, plan_key
 from hvdtrain.build_horovod.compile import failure_text, run_path
 from hvdtrain.build_horovod.probe import Target
 from hvdtrain.build_horovod.toolchain import Compiler, find_mpi
@@ -102,12 +102,6 @@ def test_options_that_cannot_work(tmp_path: Path, changes: dict[str, Any],
                                   message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _options(tmp_path, **changes)
-
-
-def test_default_cache() -> None:
-    assert default_cache({"HVDTRAIN_CACHE": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
-    assert default_cache({"XDG_CACHE_HOME": "/b"}) == Path("/b/hvdtrain")
-    assert default_cache({}) == Path.home() / ".cache" / "hvdtrain"
 
 
 def test_run_path_is_relative_to_the_library(make_target: Callable[..., Target]) -> None:

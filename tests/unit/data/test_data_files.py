@@ -74,8 +74,7 @@ def test_an_index_is_made_once_and_mended_by_deleting_it(tmp_path):
         cached_index(tmp_path, "i", make)
 
 
-def test_the_cache_is_that_of_the_build():
-    from hvdtrain.build_horovod import default_cache
-    for environ in ({"HVDTRAIN_CACHE": "/c"}, {"XDG_CACHE_HOME": "/x"}, {}):
-        assert files._default_cache(environ) == default_cache(environ)
+def test_the_folder_for_what_is_made_of_files(monkeypatch):
+    monkeypatch.setenv("HVDTRAIN_CACHE", "/c")
+    assert files.cache_folder(None) == Path("/c/data")
     assert files.cache_folder("/given") == Path("/given")
