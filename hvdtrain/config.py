@@ -68,7 +68,7 @@ class TrainConfig:
     """Let batch normalizations use the mean and variance of the samples of all ranks."""
     sparse: Sparse = "auto"
     """How gradients of embeddings travel: the rows used (`gather`), the whole table (`dense`),
-    or what is fewer bytes (`auto`)."""
+    or what suits sizes and link (`auto`)."""
     compression: Compression = "none"
     """How gradients travel: as they are, as float16, as bfloat16 with sums in float32, or the
     largest elements only (`topk`)."""
