@@ -243,7 +243,8 @@ def _cut_flat(value: Any, pieces: Sequence[Piece]) -> list[Any]:
     """The pieces of a vector. TensorFlow copies only those that are not aligned."""
     parts, start = [], 0
     for piece in pieces:
-        parts.append(tf.slice(value, [start], [piece.size]))
+        begin, size = (tf.constant([number], tf.int64) for number in (start, piece.size))
+        parts.append(tf.slice(value, begin, size))
         start += piece.size
     return parts
 
