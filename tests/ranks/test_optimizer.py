@@ -446,7 +446,7 @@ def test_a_trace_of_one_rank_alone_keeps_nobody_waiting(rank_session, keras, tf)
 
 @TWO
 @pytest.mark.parametrize(("rows", "ids_of_ranks", "kind"), [
-    (5000, (8, 8), "sparse"), (5000, (8, 3), "sparse"), (40, (400, 400), "dense"),
+    (200_000, (8, 8), "sparse"), (200_000, (8, 3), "sparse"), (40, (400, 400), "dense"),
     (40, (400, 300), "dense")])
 def test_the_way_of_a_sparse_gradient_is_the_same_on_all_ranks(
         rows, ids_of_ranks, kind, rank_session, tf):
