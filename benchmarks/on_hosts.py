@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @contextmanager
 def virtual_hosts(count: int, mbit: float) -> Iterator[object]:
-    """A function that runs `hvdtrain launch ...` with one rank per host and gives its output.
+    """A function that runs `hvdtrain launch ...` with one rank per host and shows its output.
 
     Args:
         count: Integer, hosts.

@@ -18,13 +18,11 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from contextlib import ExitStack
 from pathlib import Path
 
 from on_hosts import ROOT, virtual_hosts
@@ -140,10 +138,10 @@ def main():
     parser.add_argument("--network", type=float, metavar="MBIT")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    with ExitStack() as stack:
-        # Virtual hosts have a /tmp and a /dev/shm of their own.
-        folder = Path(tempfile.mkdtemp(prefix=".overlap-", dir=ROOT if options.network else None))
-        stack.callback(shutil.rmtree, folder)
+    # Virtual hosts have a /tmp and a /dev/shm of their own.
+    where = ROOT if options.network else None
+    with tempfile.TemporaryDirectory(prefix=".overlap-", dir=where) as name:
+        folder = Path(name)
         if options.network:
             compare(options, folder)
         else:
