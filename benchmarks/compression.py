@@ -21,7 +21,7 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 JOBS = ("digits_mlp", "digits_cnn")
-COMPRESSIONS = ("none", "fp16", "bf16", "topk")
+COMPRESSIONS = ("none", "fp16", "bf16", "topk", "lowrank")
 
 
 def meter(connections):

@@ -9,7 +9,7 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from hvdtrain.engine_config import EngineName, PsConfig, TfConfig
 from hvdtrain.errors import ConfigError
@@ -18,7 +18,7 @@ from hvdtrain.settings import at_least, check_types, from_mapping
 LR_SCALINGS = ("linear", "sqrt", "none")
 Remainder = Literal["pad", "drop", "join"]
 Sparse = Literal["auto", "gather", "dense"]
-Compression = Literal["none", "fp16", "bf16", "topk"]
+Compression = Literal["none", "fp16", "bf16", "topk", "lowrank"]
 CollectiveName = Literal["auto", "horovod-gloo", "horovod-mpi", "mpi4py", "single"]
 
 _LONGEST_HANG_S = 1_000_000
@@ -70,10 +70,12 @@ class TrainConfig:
     """How gradients of embeddings travel: the rows used (`gather`), the whole table (`dense`),
     or what suits sizes and link (`auto`)."""
     compression: Compression = "none"
-    """How gradients travel: as they are, as float16, as bfloat16 with sums in float32, or the
-    largest elements only (`topk`)."""
+    """How gradients travel: as they are, as float16, as bfloat16 with sums in float32, or in
+    part: the largest elements (`topk`), or two thin matrices (`lowrank`)."""
     topk_ratio: float = 0.04
     """The share of a gradient's elements that `topk` sends, within 4 % of the bytes of all."""
+    approximation_rank: int = 16
+    """The highest rank that `lowrank` sends of a gradient, within 4 % of the bytes of all."""
     predivide: float = 1.0
     """Divide gradients by this before they are summed, and by N over it afterwards."""
     output: Path | None = None
@@ -128,7 +130,7 @@ class TrainConfig:
         check_hang_timeout(self.hang_timeout_s)
         if self.bucket_mb <= 0:
             raise ConfigError(f"bucket_mb must be positive. Received: bucket_mb={self.bucket_mb}")
-        check_reduction(self.compression, self.topk_ratio, self.predivide)
+        check_reduction(self)
         if self.lr_scaling not in LR_SCALINGS and ":" not in self.lr_scaling:
             raise ConfigError(f"lr_scaling must be one of {', '.join(map(repr, LR_SCALINGS))}, or "
                               f"'module:function'. Received: lr_scaling={self.lr_scaling!r}")
@@ -179,19 +181,34 @@ def check_hang_timeout(hang_timeout_s: float) -> None:
                           f"seconds. Received: hang_timeout_s={hang_timeout_s}")
 
 
-def check_reduction(compression: Compression, topk_ratio: float, predivide: float) -> None:
+class _Reduction(Protocol):
+    """What settings of a run and of one optimizer have in common."""
+
+    @property
+    def compression(self) -> Compression: ...
+    @property
+    def topk_ratio(self) -> float: ...
+    @property
+    def approximation_rank(self) -> int: ...
+    @property
+    def predivide(self) -> float: ...
+
+
+def check_reduction(settings: _Reduction) -> None:
     """Refuse settings of the reduction of gradients that do not fit.
 
     Raises:
         ConfigError: A number is out of range, or two settings exclude each other.
     """
-    if not 0 < topk_ratio <= 1:
-        raise ConfigError(f"topk_ratio must be above 0 and at most 1. Received: {topk_ratio}")
+    ratio, predivide = settings.topk_ratio, settings.predivide
+    if not 0 < ratio <= 1:
+        raise ConfigError(f"topk_ratio must be above 0 and at most 1. Received: {ratio}")
+    at_least(settings, "approximation_rank", 1)
     if not 0 < predivide <= _LARGEST_PREDIVIDE:
         raise ConfigError(f"predivide must be above 0 and at most {_LARGEST_PREDIVIDE:,}. "
                           f"Received: predivide={predivide}")
-    if predivide != 1 and compression in ("bf16", "topk"):
+    if predivide != 1 and settings.compression in ("bf16", "topk", "lowrank"):
         raise ConfigError(
-            f"predivide={predivide:g} has no meaning with compression={compression!r}, which sums "
-            "in float32 and divides once. Leave predivide out, or use compression 'none' or "
-            "'fp16'.")
+            f"predivide={predivide:g} has no meaning with compression={settings.compression!r}, "
+            "which sums in float32 and divides once. Leave predivide out, or use compression "
+            "'none' or 'fp16'.")

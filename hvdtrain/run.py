@@ -50,6 +50,7 @@ def run_job(job: Job, config: TrainConfig, session: Session, *,
             options=ReducerOptions(
                 bucket_bytes=int(config.bucket_mb * (1 << 20)), sparse=config.sparse,
                 compression=config.compression, topk_ratio=config.topk_ratio,
+                approximation_rank=config.approximation_rank,
                 predivide=config.predivide), zero=config.zero)
     return fit(model, splits.train, validation=splits.validation, config=config,
                callbacks=tuple(job.callbacks()), session=session, job=job.name,

@@ -47,6 +47,8 @@ def fit_command(
         help="How gradients travel: whole, in half the bytes, the largest only.")] = None,
     topk_ratio: Annotated[float | None, typer.Option(
         help="topk: share of the elements that is sent.")] = None,
+    approximation_rank: Annotated[int | None, typer.Option(
+        help="lowrank: highest rank that is sent.")] = None,
     predivide: Annotated[float | None, typer.Option(
         help="Divide gradients by this before the sum, by N over it after.")] = None,
     output: Annotated[Path | None, typer.Option(
@@ -131,7 +133,8 @@ def fit_command(
         remainder=remainder, lr_scaling=lr_scaling, warmup_epochs=warmup_epochs,
         collective=collective, bucket_mb=bucket_mb, zero=zero, sync_batch_norm=sync_batch_norm,
         sparse=sparse, compression=compression,
-        topk_ratio=topk_ratio, predivide=predivide, output=output,
+        topk_ratio=topk_ratio, approximation_rank=approximation_rank,
+        predivide=predivide, output=output,
         checkpoint_every_epochs=checkpoint_every_epochs,
         checkpoint_every_steps=checkpoint_every_steps, checkpoint_every_s=checkpoint_every_s,
         checkpoint_background=checkpoint_background, keep_checkpoints=keep_checkpoints,

@@ -40,6 +40,8 @@ class HookState:
     """Maps the iteration (int64 tensor) to a factor on the learning rate, during updates."""
     loss_watch: Callable[[Any], None] | None = None
     """Called with each step's unscaled loss while the step is traced."""
+    reducer: GradientReducer | None = None
+    """What averages its gradients, unless that of an optimizer around it does."""
 
 
 def state_of(optimizer: Any) -> HookState | None:
@@ -105,10 +107,12 @@ def DistributedOptimizer(  # noqa: N802 - the name the field knows
     if zero:
         check_options(options)
     fresh_reducers: list[GradientReducer | None]
+    outer: GradientReducer | None = None
     if scaled:
-        _hook_scaled_apply(optimizer, GradientReducer(
+        outer = GradientReducer(
             collective, base, options, loss_scale=lambda: optimizer.dynamic_scale,
-            updates_rows=all(map(keras_seam.updates_rows, leaves))))
+            updates_rows=all(map(keras_seam.updates_rows, leaves)))
+        _hook_scaled_apply(optimizer, outer)
         fresh_reducers = [None] * len(fresh)
     else:
         fresh_reducers = [_reducer(leaf, collective, f"{base}.{k}", options, zero=zero)
@@ -117,10 +121,10 @@ def DistributedOptimizer(  # noqa: N802 - the name the field knows
             _hook_agreement(optimizer, collective, base)
     for leaf, reducer in zip(fresh, fresh_reducers, strict=True):
         _hook_leaf(leaf, reducer, options, outer=optimizer)
-        _mark(leaf, collective, base)
+        _mark(leaf, collective, base, reducer)
     if keras_seam.is_multi(optimizer):
         _hook_late_leaves(optimizer, collective, base, options, zero=zero)
-    _mark(optimizer, collective, base)
+    _mark(optimizer, collective, base, outer)
     keep_whole_files(optimizer)
     _hook_loss(optimizer)
     _hook_data_dependency(optimizer)
@@ -137,10 +141,11 @@ def _reducer(leaf: Any, collective: Collective, name: str, options: ReducerOptio
                            updates_rows=keras_seam.updates_rows(leaf))
 
 
-def _mark(optimizer: Any, collective: Collective, name: str) -> None:
+def _mark(optimizer: Any, collective: Collective, name: str,
+          reducer: GradientReducer | None) -> None:
     if not is_distributed(optimizer):
         keras_seam.set_on_instance(optimizer, _STATE, HookState(
-            owner_id=id(optimizer), collective=collective, name=name))
+            owner_id=id(optimizer), collective=collective, name=name, reducer=reducer))
 
 
 def _hook_leaf(leaf: Any, reducer: GradientReducer | None, options: ReducerOptions, *,
@@ -224,7 +229,7 @@ def _hook_late_leaves(optimizer: Any, collective: Collective, base: str,
                     reducer = _reducer(leaf, collective, f"{base}.late{k}", options, zero=zero)
                     check_use(options, [leaf], collective, scaled=False)
                     _hook_leaf(leaf, reducer, options, outer=optimizer)
-                    _mark(leaf, collective, base)
+                    _mark(leaf, collective, base, reducer)
         return build
     keras_seam.replace_method(optimizer, "build", make)
 

@@ -31,10 +31,13 @@ class ReducerOptions:
     optimizers and in clipping; the rows then always travel as they are."""
     compression: Compression = "none"
     """`fp16`: sums in float16, of gradients that were divided first. `bf16`: bfloat16 on the wire,
-    sums in float32. `topk`: the largest elements of each gradient; what was not sent is added
-    to the next one."""
+    sums in float32. `topk`: the largest elements of each gradient. `lowrank`: two thin matrices
+    whose product it nearly is (PowerSGD). What these two have not sent is added to the next
+    gradient."""
     topk_ratio: float = 0.04
     """The share of a gradient's elements that `topk` sends, within 4 % of the bytes of all."""
+    approximation_rank: int = 16
+    """The highest rank that `lowrank` sends of a gradient, within 4 % of the bytes of all."""
     predivide: float = 1.0
     """`average`: divide gradients by this before the sum, and by N over it afterwards."""
     op: GradientOp = "average"
@@ -52,14 +55,14 @@ class ReducerOptions:
                     f"{name}={getattr(self, name)!r}")
         if self.bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes must be positive. Received: {self.bucket_bytes}")
-        check_reduction(self.compression, self.topk_ratio, self.predivide)
+        check_reduction(self)
         if self.merge == "none" and self.sparse == "dense":
             raise ConfigError("merge='none' keeps repeated rows apart, which a dense table cannot: "
                               "use sparse='gather' with it, or merge='sum'.")
         if self.predivide != 1 and self.op != "average":
             raise ConfigError(f"predivide splits an average. Received: predivide="
                               f"{self.predivide:g} with op={self.op!r}")
-        if self.op == "adasum" and self.compression in ("bf16", "topk"):
+        if self.op == "adasum" and self.compression in ("bf16", "topk", "lowrank"):
             raise ConfigError(f"Adasum cannot be combined with compression={self.compression!r}: "
                               "use 'none' or 'fp16'.")
         if self.op == "adasum" and (self.sparse == "gather" or self.merge == "none"):

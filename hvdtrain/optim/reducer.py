@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from hvdtrain.errors import OptimizerError
 from hvdtrain.log import get_logger
 from hvdtrain.optim import keras_seam, sparse
 from hvdtrain.optim.compression import Wires
+from hvdtrain.optim.kept_back import KeptBack, VariableKey
 from hvdtrain.optim.options import ReducerOptions
 from hvdtrain.optim.pattern import GradientKind, Report, refuse_differences
 from hvdtrain.optim.sparse import SparseChoice, merge_rows
@@ -36,7 +37,7 @@ class _Dense:
 
     position: int
     gradient: Any
-    key: Hashable
+    key: VariableKey
 
 
 class GradientReducer:
@@ -55,12 +56,22 @@ class GradientReducer:
                  loss_scale: Callable[[], Any] | None = None, *,
                  updates_rows: bool = True) -> None:
         self._updates_rows = updates_rows
-        self._collective = collective
+        self.collective = collective
         self._name = name
         self._options = options
         self._wires = Wires(collective, options, loss_scale)
         self._calls: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
         self._agreed: dict[Pattern, dict[int, SparseChoice]] = {}
+
+    @property
+    def kept_back(self) -> KeptBack:
+        """What compression has not sent yet."""
+        return self._wires.kept_back
+
+    @property
+    def keeps_back(self) -> bool:
+        """Whether its compression leaves something for later."""
+        return self._options.compression in ("topk", "lowrank")
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any],
@@ -102,7 +113,8 @@ class GradientReducer:
                 gradient = sparse.densify(gradient, variable.shape[0])
             gradient = tf.convert_to_tensor(gradient)
             gradient.set_shape(variable.shape)
-            key = keras_seam.variable_key(variable) or indices[position]
+            index = indices[position]
+            key = VariableKey(keras_seam.variable_key(variable) or index, index)
             dense.append(_Dense(position=position, gradient=gradient, key=key))
         for number, (wire, bucket) in enumerate(self._buckets(dense)):
             means = wire.average([one.gradient for one in bucket], [one.key for one in bucket],
@@ -114,7 +126,7 @@ class GradientReducer:
 
     def _shared(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[int]:
         """Positions of the gradients that are averaged over ranks."""
-        if self._collective.size == 1:
+        if self.collective.size == 1:
             return []
         return [position for position, (gradient, variable) in enumerate(
                     zip(gradients, variables, strict=True))
@@ -127,7 +139,7 @@ class GradientReducer:
 
     def _warn_of_unknown_names(self, variables: Sequence[Any]) -> None:
         unknown = self._options.unknown_names([keras_seam.variable_path(v) for v in variables])
-        if unknown and self._collective.rank == 0:
+        if unknown and self.collective.rank == 0:
             get_logger().warning(
                 "local_variables names %s, but none of the %d variables of this optimizer has such "
                 "a name in its path (the first one is `%s`).", ", ".join(map(repr, unknown)),
@@ -146,7 +158,7 @@ class GradientReducer:
             self._warn_of_unknown_names(variables)
             report = Report(reducer=self._name, options=self._options.text, kinds=pattern)
             with tf.init_scope():
-                reports = self._collective.gather_objects(report)
+                reports = self.collective.gather_objects(report)
             refuse_differences(reports)
             self._agreed[pattern] = self._choose(reports)
         return self._agreed[pattern]
@@ -158,15 +170,14 @@ class GradientReducer:
             if kind.form == "dense":
                 continue
             dtype = tf.as_dtype(kind.dtype)
-            count = int(tf.TensorShape(kind.shape).num_elements() or 0)
             choice = sparse.choose(
                 kinds, self._options, updates_rows=self._updates_rows,
-                one_host=self._collective.one_host,
+                one_host=self.collective.one_host,
                 value_bytes=self._wires.value_bytes(dtype),
                 dense_bytes=self._wires.of(dtype, kind.shape).dense_bytes(
-                    count, number_bytes(dtype)))
+                    [n or 0 for n in kind.shape], number_bytes(dtype)))
             chosen[kind.index] = choice
-            if self._collective.rank == 0:
+            if self.collective.rank == 0:
                 get_logger().info("Sparse gradient of `%s`, %s: %s (%s).", kind.name, kind,
                                   choice.way, choice.reason)
         return chosen
@@ -200,7 +211,7 @@ class GradientReducer:
         values = self._wires.gather_values(mine.values, name=f"{name}.values")
         dtype = mine.indices.dtype
         sent = tf.cast(mine.indices, tf.int32 if table_rows < _INT32_END else dtype)
-        rows = self._collective.allgather(sent, name=f"{name}.rows")
+        rows = self.collective.allgather(sent, name=f"{name}.rows")
         gathered = tf.IndexedSlices(multiplied(values, self._wires.factor, values.dtype),
                                     tf.cast(rows, dtype), mine.dense_shape)
         if choice.form == "dense":

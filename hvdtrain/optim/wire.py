@@ -6,13 +6,14 @@ Whatever a wire loses on the way, it gives bitwise the same result on every rank
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
+from hvdtrain.optim.kept_back import VariableKey
 from hvdtrain.optim.options import ReducerOptions
 
 NATIVE = (tf.float16, tf.float32, tf.float64)
@@ -33,22 +34,23 @@ class Wire(ABC):
         self._options = options
 
     @abstractmethod
-    def average(self, tensors: Sequence[Any], keys: Sequence[Hashable], *, name: str) -> list[Any]:
+    def average(self, tensors: Sequence[Any], keys: Sequence[VariableKey], *,
+                name: str) -> list[Any]:
         """Average over all ranks, or add up where the options say so. All ranks.
 
         Args:
             tensors: Sequence of dense tensors with static shapes, of one dtype.
-            keys: Sequence, what tells their variables apart from others.
+            keys: Sequence of `VariableKey`, one for each.
             name: String, begins the names of the collectives.
 
         Returns:
             A list of tensors of the same shapes and dtype.
         """
 
-    def dense_bytes(self, count: int, itemsize: int) -> float:
-        """Bytes that a rank sends for `count` numbers of `itemsize` bytes each."""
+    def dense_bytes(self, shape: Sequence[int], itemsize: int) -> float:
+        """Bytes that a rank sends for a tensor of numbers of `itemsize` bytes each."""
         ranks = self._collective.size
-        return 2 * (ranks - 1) / ranks * count * self.itemsize(itemsize)
+        return 2 * (ranks - 1) / ranks * prod(shape) * self.itemsize(itemsize)
 
     def itemsize(self, itemsize: int) -> int:
         """Bytes on the wire of a number of `itemsize` bytes."""
@@ -74,7 +76,8 @@ class PlainWire(Wire):
         super().__init__(collective, options)
         self._half = half
 
-    def average(self, tensors: Sequence[Any], keys: Sequence[Hashable], *, name: str) -> list[Any]:
+    def average(self, tensors: Sequence[Any], keys: Sequence[VariableKey], *,
+                name: str) -> list[Any]:
         """See `Wire.average`. float16 is divided first: the sum of N could overflow."""
         del keys
         dtype, op, before = tensors[0].dtype, self._options.op, self._options.predivide

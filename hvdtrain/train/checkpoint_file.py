@@ -1,9 +1,9 @@
 """One checkpoint file: a plain `.keras` file, written whole or not at all.
 
 It holds model, optimizer and, as further members of the zip archive, `hvdtrain.json` with the
-position in the run and `hvdtrain.npz` with arrays that callbacks keep; Keras ignores these
-members, so the file loads without hvdtrain. It is written to a temporary name in the same
-folder, synchronised, and renamed.
+position in the run and `hvdtrain.npz` with arrays that callbacks and compression keep; Keras
+ignores these members, so the file loads without hvdtrain. It is written to a temporary name in the
+same folder, synchronised, and renamed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import io
 import json
 import os
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class RunState:
     """With `samples`: the metrics' states, summed over all ranks."""
     callbacks: tuple[dict[str, Any], ...] = ()
     """What the user's callbacks remember: see `train.callbacks.state`."""
+    kept_back: dict[str, Any] = field(default_factory=dict)
+    """What compression has not sent yet: see `optim.kept_back`."""
 
     @property
     def file_name(self) -> str:
@@ -164,6 +166,7 @@ def read_state(path: Path) -> RunState:
                 with archive.open(ARRAYS_MEMBER) as member, np.load(member) as found:
                     arrays = dict(found)
             values["callbacks"] = tuple(_with_arrays(values.get("callbacks", []), arrays))
+            values["kept_back"] = _with_arrays(values.get("kept_back", {}), arrays)
             values["seeds"] = tuple((int(a), int(b)) for a, b in values.get("seeds", ()))
             values["metrics"] = tuple(tuple(map(float, m)) for m in values.get("metrics", ()))
             return RunState(**values)

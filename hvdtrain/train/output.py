@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import CheckpointError
 from hvdtrain.log import get_logger
 from hvdtrain.optim import state
+from hvdtrain.optim.kept_back_files import restore_kept_back
 from hvdtrain.optim.zero_files import consolidated
 from hvdtrain.session import Session
 from hvdtrain.train import schedule
@@ -81,7 +83,12 @@ def resume(model: Any, session: Session, config: TrainConfig, store: CheckpointS
             get_logger().info("No checkpoint in %s yet: starting from the beginning.",
                               store.folder)
         return start
+    used = restore_kept_back(model.optimizer, found.kept_back)
     if session.world.is_chief:
+        if found.kept_back and not used:
+            get_logger().warning(
+                "The checkpoint holds what compression had not sent yet, and this run has no "
+                "compression that sends it later (topk, lowrank): it is left out.")
         own = state.local_variables(model)
         if own and session.world.size > 1:
             get_logger().warning(
@@ -93,7 +100,7 @@ def resume(model: Any, session: Session, config: TrainConfig, store: CheckpointS
         get_logger().info(
             "Going on after epoch %d of %d%s (step %d, written on %d rank%s).", found.epoch,
             config.epochs, within, found.step, found.ranks, "s" if found.ranks > 1 else "")
-    return found
+    return dataclasses.replace(found, kept_back={})
 
 
 def make_saver(session: Session, plan: TrainPlan, store: CheckpointStore | None,

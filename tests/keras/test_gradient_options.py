@@ -9,7 +9,9 @@ import hvdtrain
 from hvdtrain.collectives.single import SingleCollective
 from hvdtrain.errors import CollectiveError, ConfigError, OptimizerError
 from hvdtrain.optim import ReducerOptions, keras_seam, sparse
-from hvdtrain.optim.compression import TopKWire, Wires
+from hvdtrain.optim.compression import Wires
+from hvdtrain.optim.kept_back import KeptBack
+from hvdtrain.optim.low_rank import LowRankWire
 from hvdtrain.optim.pattern import GradientKind, Report, refuse_differences
 
 
@@ -22,10 +24,11 @@ class SomeRanks(SingleCollective):
 
 @pytest.mark.parametrize(("values", "message"), [
     ({"sparse": "rows"}, "sparse must be one of 'auto', 'gather', 'dense'. Received: sparse='r"),
-    ({"compression": "fp8"}, "compression must be one of 'none', 'fp16', 'bf16', 'topk'"),
+    ({"compression": "fp8"}, "compression must be one of 'none', 'fp16', 'bf16', 'topk', 'lowrank'"),
     ({"merge": "sum", "op": "min"}, "op must be one of 'average', 'sum', 'adasum'"),
     ({"bucket_bytes": 0}, "bucket_bytes must be positive"),
     ({"topk_ratio": 0.0}, "topk_ratio must be above 0"),
+    ({"approximation_rank": 0}, "approximation_rank must be at least 1"),
     ({"predivide": -1.0}, "predivide must be above 0"),
     ({"predivide": 2.0, "compression": "bf16"}, "predivide=2 has no meaning with compression"),
     ({"predivide": 2.0, "op": "sum"}, "predivide splits an average"),
@@ -68,7 +71,7 @@ def choose(ids_of_ranks, options=None, rows=100_000, width=64, *, one_host=False
     return sparse.choose(
         kinds, options, updates_rows=True, one_host=one_host,
         value_bytes=wires.value_bytes(tf.float32),
-        dense_bytes=wires.of(tf.float32, (rows, width)).dense_bytes(rows * width, 4)).way
+        dense_bytes=wires.of(tf.float32, (rows, width)).dense_bytes((rows, width), 4)).way
 
 
 @pytest.mark.parametrize(("ids", "rows", "way"), [
@@ -100,11 +103,26 @@ def test_what_was_asked_for_is_done():
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 16, 128])
-@pytest.mark.parametrize("ratio", [0.01, 0.5])
-def test_top_k_sends_at_most_a_twentieth_of_the_bytes(ranks, ratio):
-    wire = TopKWire(SomeRanks(ranks), ReducerOptions(compression="topk", topk_ratio=ratio), None)
-    plain = Wires(SomeRanks(ranks), ReducerOptions()).of(tf.float32, (10 ** 6,))
-    assert 0 < wire.dense_bytes(10 ** 6, 4) <= 0.05 * plain.dense_bytes(10 ** 6, 4)
+@pytest.mark.parametrize(("options", "shape"), [
+    ({"compression": "topk", "topk_ratio": 0.01}, (10 ** 6,)),
+    ({"compression": "topk", "topk_ratio": 0.5}, (10 ** 6,)),
+    ({"compression": "lowrank"}, (1000, 1000)),
+    ({"compression": "lowrank", "approximation_rank": 1000}, (1000, 1000)),
+    ({"compression": "lowrank", "approximation_rank": 1000}, (3, 3, 64, 128)),
+    ({"compression": "lowrank"}, (64, 128))])
+def test_parts_of_gradients_are_at_most_a_twentieth_of_the_bytes(ranks, options, shape):
+    wire = Wires(SomeRanks(ranks), ReducerOptions(**options)).of(tf.float32, shape)
+    plain = Wires(SomeRanks(ranks), ReducerOptions()).of(tf.float32, shape)
+    assert 0 < wire.dense_bytes(shape, 4) <= 0.05 * plain.dense_bytes(shape, 4)
+
+
+@pytest.mark.parametrize(("shape", "form"), [
+    ((128, 128), (128, 128, 9)), ((1000, 1000), (1000, 1000, 16)), ((512, 8, 64), (512, 512, 16)),
+    ((3, 3, 32, 64), (288, 64, 8)), ((3, 3, 256, 1), (9, 256, 4)), ((128, 10), (128, 10, 4)),
+    ((1000,), (1, 1000, 0)), ((), (1, 1, 0)), ((4, 4), (4, 4, 0))])
+def test_a_tensor_becomes_a_matrix_and_small_ones_travel_whole(shape, form):
+    wire = LowRankWire(SomeRanks(4), ReducerOptions(compression="lowrank"), KeptBack())
+    assert wire.form(shape) == form
 
 
 @pytest.mark.parametrize(("name", "settings", "ids", "form"), [

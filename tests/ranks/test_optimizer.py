@@ -536,7 +536,7 @@ def test_averages_over_each_wire(collective, options, dtypes, tolerance, graph, 
 @TWO
 @pytest.mark.parametrize(("compression", "value", "expected"), [
     ("fp16", 6e4, 6e4), ("bf16", 6e4, 6e4), ("bf16", 3e38, 3e38), ("bf16", 1e-9, 1e-9),
-    ("topk", 3e38, 3e38)])
+    ("topk", 3e38, 3e38), ("lowrank", 6e4, 6e4), ("lowrank", 1e-30, 1e-30)])
 def test_sums_do_not_overflow_on_the_way(compression, value, expected, rank_session, tf):
     reduce = reducer(rank_session.collective, compression=compression, topk_ratio=1.0)
     variable = tf.Variable(tf.zeros([1200]))
@@ -546,7 +546,7 @@ def test_sums_do_not_overflow_on_the_way(compression, value, expected, rank_sess
 
 
 @pytest.mark.parametrize("collective", ON_ALL)
-@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "topk"])
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "topk", "lowrank"])
 def test_gathered_rows_over_each_wire(collective, compression, rank_session, tf):
     rank = rank_session.world.rank
     reduce = reducer(rank_session.collective, compression=compression, sparse="gather")
@@ -584,25 +584,106 @@ def test_what_top_k_keeps_back_is_sent_later(collective, rank_session, tf):
     assert_same_everywhere(rank_session, [tf.Variable(total)])
 
 
+KEPT_BACK = [*ON_ALL, pytest.param("horovod-gloo", marks=pytest.mark.ranks(4), id="4-ranks")]
+
+
+@pytest.mark.parametrize("collective", KEPT_BACK)
+@pytest.mark.parametrize("options", [
+    {"compression": "lowrank"}, {"compression": "lowrank", "op": "sum", "approximation_rank": 2},
+    {"compression": "lowrank", "bucket_bytes": 4096}])
+def test_what_is_sent_and_what_is_kept_back_are_the_whole(collective, options, rank_session, tf):
+    """Also what is lost by rounding, on this rank and in the sums."""
+    rank, size = rank_session.world.rank, rank_session.world.size
+    reduce = reducer(rank_session.collective, **options)
+    variables = [tf.Variable(tf.zeros(s)) for s in
+                 [(64, 96), (3, 3, 8, 32), (10,), (), (700,), (40, 1, 50)]]
+    step = tf.function(lambda *g: reduce(g, variables, range(len(variables))))
+    sent, exact = [0.0] * len(variables), [0.0] * len(variables)
+    for number in range(4):
+        parts = [[tf.random.stateless_normal(v.shape, [10 * number + i, r]) * 10.0 ** (i - 3)
+                  for i, v in enumerate(variables)] for r in range(size)]
+        out = step(*parts[rank])
+        assert_same_everywhere(rank_session, [tf.Variable(t) for t in out])
+        share = 1 if options.get("op") == "sum" else size
+        for i, gradients in enumerate(zip(*parts, strict=True)):
+            sent[i] += out[i].numpy()
+            exact[i] += sum(g.numpy() for g in gradients) / share
+    kept = reduce.kept_back.collect(rank_session.collective)
+    for i, v in enumerate(variables):
+        rest = kept[f"residual/{i}"].reshape(v.shape) * (size / share)
+        np.testing.assert_allclose(sent[i] + rest, exact[i], atol=2e-6 * 10.0 ** (i - 3) * size)
+    assert np.abs(rest).max() > 0
+    assert len(rank_session.collective.gather_objects(None)) == size
+
+
+@pytest.mark.parametrize("collective", KEPT_BACK)
+def test_a_gradient_of_low_rank_arrives_whole(collective, rank_session, tf):
+    """Of the mean, not of each rank; and after gradients of zeros, which have no columns."""
+    rank, size = rank_session.world.rank, rank_session.world.size
+    reduce = reducer(rank_session.collective, compression="lowrank")
+    variable = tf.Variable(tf.zeros([96, 80]))
+    rng = np.random.default_rng(3)
+    mean = (rng.normal(size=(96, 2)) @ rng.normal(size=(2, 80))).astype("f4")
+    noise = rng.normal(size=(size, 96, 80)).astype("f4")
+    mine = mean + noise[rank] - noise.mean(0)
+    for gradient in (mine, np.zeros_like(mine), np.zeros_like(mine), mine):
+        out = reduce([tf.constant(gradient)], [variable], [0])[0].numpy()
+    off = np.linalg.norm(out - mean) / np.linalg.norm(mean)
+    assert off < 0.05  # eight bits of numbers that are as large as the noise
+
+
 @TWO
-def test_a_gradient_that_is_not_finite_leaves_no_trace_in_top_k(rank_session, tf):
+@pytest.mark.parametrize("compression", ["topk", "lowrank"])
+def test_a_gradient_that_is_not_finite_leaves_no_trace(compression, rank_session, tf):
     rank = rank_session.world.rank
-    variable = tf.Variable(tf.zeros([2000]))
-    good = tf.random.stateless_normal([2000], [1, rank])
+    variable = tf.Variable(tf.zeros([40, 50]))
+    good = tf.random.stateless_normal([40, 50], [1, rank])
     after = []
     for bad_values in ((), (np.inf, np.nan)):
-        reduce = reducer(rank_session.collective, compression="topk")
+        reduce = reducer(rank_session.collective, compression=compression)
         reduce([good], [variable], [0])
         for value in bad_values:
-            bad = tf.concat([[value], good[1:]], 0) if rank == 1 else good
+            bad = tf.concat([tf.fill([1, 50], value), good[1:]], 0) if rank == 1 else good
             assert not np.isfinite(reduce([bad], [variable], [0])[0].numpy()).all()
-        after.append(reduce([tf.zeros([2000])], [variable], [0])[0].numpy())
+        after.append(reduce([tf.zeros([40, 50])], [variable], [0])[0].numpy())
     assert np.count_nonzero(after[0])
     np.testing.assert_array_equal(after[0], after[1])
 
 
 @TWO
-@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "topk"])
+@pytest.mark.parametrize("compression", ["topk", "lowrank"])
+def test_a_resumed_run_sends_what_the_former_one_kept_back(
+        compression, rank_session, keras, tmp_path_factory, caplog):
+    import hvdtrain
+    folder = rank_session.collective.gather_objects(str(tmp_path_factory.mktemp("kept")))[0]
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(64, 20)).astype("f4"), rng.normal(size=(64, 40)).astype("f4")
+
+    def fit(output, epochs, compression=compression, **config):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(50, activation="tanh"),
+                                  keras.layers.Dense(40)])
+        model.compile(hvdtrain.DistributedOptimizer(
+            keras.optimizers.Adam(1e-2), options=hvdtrain.ReducerOptions(compression=compression)),
+            "mse")
+        hvdtrain.fit(model, (x, y), session=rank_session, config=hvdtrain.TrainConfig(
+            batch_per_rank=8, epochs=epochs, lr_scaling="none", tensorboard=False,
+            output=f"{folder}/{output}", **config))
+        rank_session.collective.barrier()
+        return model
+    whole = fit("whole", 4)
+    fit("cut", 2)
+    resumed = fit("cut", 4, resume=True)
+    for a, b in zip(whole.variables, resumed.variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+    fit("none", 1)
+    fit("none", 2, compression="none", resume=True)
+    if rank_session.world.is_chief:
+        assert "no compression that sends it later" in caplog.text
+
+
+@TWO
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "topk", "lowrank"])
 @pytest.mark.parametrize("steps", [None, 2], ids=["each-step", "accumulating"])
 def test_all_ranks_skip_or_apply_together_under_loss_scaling(
         compression, steps, rank_session, keras, tf):
@@ -631,7 +712,7 @@ def test_all_ranks_skip_or_apply_together_under_loss_scaling(
     moved = (1 - v.numpy()) / 0.1
     assert np.count_nonzero(moved)
     if compression != "topk":
-        np.testing.assert_allclose(moved, mean, atol=0.02)
+        np.testing.assert_allclose(moved, mean, atol=0.03)
     assert_same_everywhere(rank_session, [v, *optimizer.variables])
 
 
@@ -759,7 +840,7 @@ def test_adasum_is_refused_where_it_is_not(collective, message, rank_session, ke
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "topk"])
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "topk", "lowrank"])
 def test_four_ranks_get_the_same_bits(compression, rank_session, tf):
     rank = rank_session.world.rank
     reduce = reducer(rank_session.collective, compression=compression, sparse="gather",

@@ -9,6 +9,7 @@ from hvdtrain.collectives.base import Collective
 from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.stream import StreamPlan
 from hvdtrain.optim import keras_seam
+from hvdtrain.optim.kept_back_files import collect_kept_back
 from hvdtrain.optim.state import average_statistics, seeds_of, training_state
 from hvdtrain.optim.zero_files import consolidated
 from hvdtrain.runtime.progress import Progress
@@ -93,7 +94,8 @@ class CheckpointSaver:
                 seeds=seeds_of(training_state(model)),
                 samples=self._shards.samples_before(step) if step else 0,
                 metrics=self._metrics(model) if step else (),
-                callbacks=self._states.collect() if self._states is not None else ())
+                callbacks=self._states.collect() if self._states is not None else (),
+                kept_back=collect_kept_back(model.optimizer))
             with consolidated(model.optimizer):
                 return on_chief(self._collective, lambda: str(self._store.save(model, state)))
 
