@@ -28,6 +28,7 @@ _LAZY = {
     "TrainConfig": "hvdtrain.config",
     "World": "hvdtrain.world",
     "broadcast_variables": "hvdtrain.optim",
+    "by_file": "hvdtrain.data.file_shares",
     "consolidated": "hvdtrain.optim",
     "detect_world": "hvdtrain.world.detect",
     "evaluate": "hvdtrain.train.evaluate",
@@ -54,6 +55,7 @@ __all__ = ["__version__", *sorted(_LAZY)]  # noqa: PLE0604
 if TYPE_CHECKING:
     from hvdtrain.config import TrainConfig as TrainConfig
     from hvdtrain.data.csv_files import load_csv as load_csv
+    from hvdtrain.data.file_shares import by_file as by_file
     from hvdtrain.data.images import load_images as load_images
     from hvdtrain.data.in_memory import load_dataset as load_dataset
     from hvdtrain.data.npy import load_npy as load_npy

@@ -118,7 +118,7 @@ class FileSource(Source):
 
     @property
     def index_bytes_read(self) -> int:
-        """Bytes that this process has read to find out where the samples are."""
+        """See `Source.index_bytes_read`."""
         return self.index_count.value
 
     @property

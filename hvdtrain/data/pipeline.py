@@ -31,7 +31,7 @@ def training_dataset(source: Source, plan: ShardPlan, *, first_epoch: int = 0,
         all batches are full. Where `plan.uneven`, of pairs `(weight, batch)`, the weight being
         a float32 scalar: 1, or `plan.last_weight` in the last step.
     """
-    fetch = _fetcher(source)
+    fetch = fetcher(source)
     batch = plan.batch_per_rank
     static = batch if plan.last_batch_per_rank == 0 else None
 
@@ -59,7 +59,7 @@ def evaluation_dataset(source: Source, rows: np.ndarray[Any, Any], batch: int) -
         rows: int64 array, which samples, not empty.
         batch: Integer, samples per batch; the last one may be smaller.
     """
-    fetch = _fetcher(source)
+    fetch = fetcher(source)
     rows_t = tf.constant(rows)
     steps = -(-len(rows) // batch)
     dataset = tf.data.Dataset.range(steps).map(
@@ -67,7 +67,7 @@ def evaluation_dataset(source: Source, rows: np.ndarray[Any, Any], batch: int) -
     return dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(tf.data.AUTOTUNE)
 
 
-def _fetcher(source: Source) -> Callable[[Any], Any]:
+def fetcher(source: Source) -> Callable[[Any], Any]:
     """A graph function from row numbers to a structure of batches."""
     arrays = source.arrays if isinstance(source, ArraySource) else None
     if arrays is not None:

@@ -53,6 +53,11 @@ class Source(ABC):
         """Bytes of files that this process has read for samples; 0 for data in memory."""
         return 0
 
+    @property
+    def index_bytes_read(self) -> int:
+        """Bytes that this process has read to find out where the samples are."""
+        return 0
+
     def targets(self) -> np.ndarray[Any, Any] | None:
         """The targets of all samples, if they are at hand without reading the samples."""
         return None
@@ -165,7 +170,8 @@ def check_source(source: Source | Stream, *, streams: bool = False) -> None:
     if isinstance(source, Stream):
         if not streams:
             raise DataError(f"{source.name}: a stream cannot be read by sample numbers, as this "
-                            "engine does. Use engine allreduce, or give arrays or files.")
+                            "engine does. Use engine allreduce, or give arrays or files (shared by "
+                            "sample, not by_file).")
         return
     if isinstance(source, ArraySource):
         return

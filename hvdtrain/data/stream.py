@@ -9,7 +9,6 @@ rank whose share has ended goes on with a sample that does not count.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
 from hvdtrain.data.source import Source, Stream, Structure
+from hvdtrain.data.stream_plan import StreamPlan
 from hvdtrain.errors import DataError
 
 
@@ -99,6 +99,10 @@ class StreamSource(Stream):
             self._counts[rank, size] = known
         return self._counts[rank, size]
 
+    def batches(self, rank: int, size: int, batch: int) -> Any:
+        """The share of one rank in batches, once; the last one may be smaller."""
+        return self.samples(rank, size).batch(batch)
+
     def first(self) -> Structure:
         """One sample, with a first axis of length 1.
 
@@ -115,77 +119,6 @@ class StreamSource(Stream):
         return self._make(rank, size)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamPlan:
-    """The steps of an epoch over shares of different lengths; stands for a `ShardPlan`.
-
-    Raises:
-        DataError: No rank has a sample.
-    """
-
-    counts: tuple[int, ...]
-    """Samples of each rank's share."""
-    rank: int
-    batch_per_rank: int
-
-    seed = 0
-    shuffle = False
-    uneven = True
-    padded = dropped = 0
-
-    def __post_init__(self) -> None:
-        if self.samples == 0:
-            raise DataError("The stream has no samples on any rank; at least one is needed.")
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.counts)
-
-    @property
-    def samples(self) -> int:
-        """Samples of all ranks."""
-        return sum(self.counts)
-
-    samples_per_epoch = samples
-
-    @property
-    def global_batch(self) -> int:
-        """Samples per full step, over all ranks."""
-        return self.batch_per_rank * self.size
-
-    @property
-    def steps(self) -> int:
-        """Steps per epoch, equal on all ranks: those of the longest share."""
-        return -(-max(self.counts) // self.batch_per_rank)
-
-    @property
-    def last_batch_per_rank(self) -> int:
-        """Samples of the last step on the rank that has most of them; 0 if it is a full batch."""
-        return max(self.counts) % self.batch_per_rank
-
-    def batch_of(self, rank: int, step: int) -> int:
-        """Samples of a rank in a step."""
-        left = self.counts[rank] - step * self.batch_per_rank
-        return min(max(left, 0), self.batch_per_rank)
-
-    def weights(self) -> np.ndarray[Any, Any]:
-        """For each step this rank's samples over the mean of all ranks; float32."""
-        sizes = np.asarray([[self.batch_of(rank, step) for rank in range(self.size)]
-                            for step in range(self.steps)], np.float64)
-        weights: np.ndarray[Any, Any] = sizes[:, self.rank] / sizes.mean(axis=1)
-        return weights.astype(np.float32)
-
-    def samples_before(self, step: int) -> int:
-        """Samples of an epoch that all ranks together have seen before a step."""
-        return sum(min(count, step * self.batch_per_rank) for count in self.counts)
-
-    def step_after(self, samples: int) -> int:
-        """The last step before which no more than so many samples are seen."""
-        steps = range(self.steps, -1, -1)
-        return next(step for step in steps if self.samples_before(step) <= samples)
-
-
 def stream_dataset(source: StreamSource, plan: StreamPlan, *, first_epoch: int = 0,
                    first_step: int = 0) -> Any:
     """This rank's batches of a stream, epoch after epoch without end.
@@ -198,8 +131,8 @@ def stream_dataset(source: StreamSource, plan: StreamPlan, *, first_epoch: int =
 
     Returns:
         A `tf.data.Dataset` of pairs `(weight, batch)`, as `training_dataset` where a plan is
-        uneven. Where a share gives fewer samples than were counted, reading it fails; where it
-        gives more, what follows the epoch fails.
+        uneven. Where a share gives fewer samples than were counted, or more, reading it fails: at
+        the latest in place of the last batch of the epoch.
     """
     weights = tf.constant(plan.weights())
     sizes = tf.constant([plan.batch_of(plan.rank, step) for step in range(plan.steps + 1)],
@@ -208,7 +141,8 @@ def stream_dataset(source: StreamSource, plan: StreamPlan, *, first_epoch: int =
     # Of a rank that has none at all, the first sample of all.
     spare_of = source.samples(plan.rank, plan.size) if plan.counts[plan.rank] else source.samples(
         0, 1)
-    spare = tf.data.Dataset.from_tensors(next(iter(spare_of.take(1).batch(1)))).repeat()
+    first = next(iter(spare_of.take(1).batch(1)))
+    spare = tf.data.Dataset.from_tensors(first).repeat()
 
     def marked(batches: Any, *, real: bool) -> Any:
         return tf.data.Dataset.zip(batches, tf.data.Dataset.from_tensors(real).repeat())
@@ -228,7 +162,9 @@ def stream_dataset(source: StreamSource, plan: StreamPlan, *, first_epoch: int =
         steps = tf.data.Dataset.range(begin, plan.steps + 1)
         batches = marked(own.skip(begin), real=True).concatenate(marked(spare, real=False))
         found = tf.data.Dataset.zip(steps, batches).map(checked)
-        return found.filter(lambda step, batch: step < plan.steps).map(
+        # Each batch waits until the next is checked, so the last one until nothing is left over.
+        late = found.scan((tf.constant(-1, tf.int64), first), lambda last, this: (this, last))
+        return late.filter(lambda step, batch: step >= 0).map(
             lambda step, batch: (tf.identity(weights[step]), batch))
 
     return tf.data.Dataset.counter(first_epoch).flat_map(one_epoch).prefetch(tf.data.AUTOTUNE)

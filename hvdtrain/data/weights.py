@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +13,9 @@ from hvdtrain.data.source import DataSplits, Source, Structure, as_source
 from hvdtrain.errors import DataError
 
 _CHUNK_ROWS = 4096
+
+own_files_only: ContextVar[bool] = ContextVar("own_files_only", default=False)
+"""True while `by_file` opens the files of one rank, which say nothing of those of the others."""
 
 
 def weighted(source: Source | Any,
@@ -27,7 +31,7 @@ def weighted(source: Source | Any,
         class_weight: Mapping from classes to weights; or `"balanced"`: samples / (classes *
             samples of the class), so that all classes weigh as much in sum. For that all targets
             are counted once, which reads all samples on every rank where the source does not
-            have them at hand (arrays and image folders do).
+            have them at hand (arrays and image folders do). Not within `by_file`.
 
     Raises:
         DataError: Targets are no integers, or a weight is negative or not finite.
@@ -46,6 +50,11 @@ def weighted(source: Source | Any,
             f"{target.dtype.name} of shape {target.shape.as_list()}. Give the numbers of the "
             "classes (with a sparse loss), or a sample_weight.")
     if class_weight == "balanced":
+        if own_files_only.get():
+            raise DataError(
+                f"{source.name}: \"balanced\" class weights count the targets of all samples, and "
+                "with sharding by file a rank opens its own files only. Give the weights "
+                "themselves ({0: 1.0, 1: 5.0}), or share the files by sample.")
         return WeightedSource(source, _balanced(source))
     if not isinstance(class_weight, Mapping):
         raise DataError(f"class_weight must be a mapping from classes to weights or 'balanced'. "
@@ -100,6 +109,11 @@ class WeightedSource(Source):
     def bytes_read(self) -> int:
         """See `Source.bytes_read`."""
         return self._source.bytes_read
+
+    @property
+    def index_bytes_read(self) -> int:
+        """See `Source.index_bytes_read`."""
+        return self._source.index_bytes_read
 
     def targets(self) -> np.ndarray[Any, Any] | None:
         """See `Source.targets`."""

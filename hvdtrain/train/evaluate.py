@@ -28,7 +28,8 @@ def evaluate(model: Any, data: Source | StreamSource | Any, *, batch_per_rank: i
 
     Args:
         model: A compiled `keras.Model`, the same on all ranks.
-        data: A `Source`, a `StreamSource`, or arrays `(x, y)` or `(x, y, sample_weight)`.
+        data: A `Source`, a `StreamSource`, what `by_file` returns, or arrays `(x, y)` or
+            `(x, y, sample_weight)`.
         batch_per_rank: Integer, samples per batch on each rank.
         session: Defaults to that of `hvdtrain.init()`.
 
@@ -57,7 +58,7 @@ def share_of(source: Source | StreamSource, session: Session, batch: int) -> Any
     rank, size = session.world.rank, session.world.size
     if isinstance(source, StreamSource):
         steps = -(-source.count(rank, size) // batch)
-        dataset = source.samples(rank, size).batch(batch)
+        dataset = source.batches(rank, size, batch)
         return dataset.apply(tf.data.experimental.assert_cardinality(steps)) if steps else None
     rows = evaluation_rows(len(source), rank, size)
     return evaluation_dataset(source, rows, batch) if len(rows) else None

@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.failures import reading_error
+from hvdtrain.data.file_shares import FileShares, share_dataset
 from hvdtrain.data.pipeline import training_dataset
 from hvdtrain.data.source import Source, as_source, check_source
 from hvdtrain.data.stream import StreamSource, one_sample, stream_dataset
@@ -81,7 +82,7 @@ def fit(model: Any, train: Source | Any, *, validation: Source | Any | None = No
 
     Args:
         model: A compiled `keras.Model` whose optimizer is a `DistributedOptimizer`.
-        train: A `Source`, a `StreamSource`, or arrays `x` or `(x, y)` or
+        train: A `Source`, a `StreamSource`, what `by_file` returns, or arrays `x` or `(x, y)` or
             `(x, y, sample_weight)`, the same on all ranks; each rank trains on its share.
         validation: As `train`, evaluated on all ranks after each epoch; or None.
         config: How to train; defaults to `TrainConfig()`.
@@ -214,6 +215,10 @@ def _evaluator(model: Any, validation: Source | StreamSource | None, session: Se
 def _batches(train: Source | StreamSource, session: Session, plan: TrainPlan, first_epoch: int,
              first_step: int) -> Any:
     """This rank's batches, without end."""
+    if isinstance(train, FileShares):
+        share = train.share(session.world.rank, session.world.size)
+        return share_dataset(watched(share, session.progress), plan.shards,
+                             first_epoch=first_epoch, first_step=first_step)
     if isinstance(train, StreamSource):
         return stream_dataset(train, plan.shards, first_epoch=first_epoch, first_step=first_step)
     return training_dataset(watched(train, session.progress), plan.shards,

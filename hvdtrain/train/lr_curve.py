@@ -11,6 +11,8 @@ import keras
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.source import Source
+from hvdtrain.data.stream import StreamSource
+from hvdtrain.data.stream_plan import StreamPlan
 from hvdtrain.optim import keras_seam
 from hvdtrain.optional import require
 from hvdtrain.train.schedule import effective_rate, install, plan_learning_rate
@@ -33,7 +35,7 @@ class LrCurve:
         return sorted(even | {0, last})
 
 
-def learning_rates(model: Any, train: Source, config: TrainConfig, *, size: int,
+def learning_rates(model: Any, train: Source | StreamSource, config: TrainConfig, *, size: int,
                    base: str, callbacks: Any = ()) -> LrCurve:
     """Compute the rate of each step. One process; nothing is trained.
 
@@ -42,14 +44,19 @@ def learning_rates(model: Any, train: Source, config: TrainConfig, *, size: int,
 
     Args:
         model: A compiled model with a distributed optimizer.
-        train: The training data.
+        train: The training data. The shares of all ranks of a stream are counted here.
         config: The settings.
         size: Integer, the number of ranks.
         base: String, the optimizer's rate in words.
         callbacks: The job's callbacks.
     """
-    shards = ShardPlan(samples=len(train), rank=0, size=size, remainder=config.remainder,
-                       batch_per_rank=config.batch_per_rank, shuffle=False)
+    shards: ShardPlan | StreamPlan
+    if isinstance(train, StreamSource):
+        shards = StreamPlan(counts=tuple(train.count(rank, size) for rank in range(size)), rank=0,
+                            batch_per_rank=config.batch_per_rank)
+    else:
+        shards = ShardPlan(samples=len(train), rank=0, size=size, remainder=config.remainder,
+                           batch_per_rank=config.batch_per_rank, shuffle=False)
     plan = plan_learning_rate(size, config.lr_scaling, config.warmup_epochs, shards.steps)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)

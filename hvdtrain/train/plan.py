@@ -14,7 +14,8 @@ from hvdtrain.collectives.base import Collective
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.source import Source
-from hvdtrain.data.stream import StreamPlan, StreamSource
+from hvdtrain.data.stream import StreamSource
+from hvdtrain.data.stream_plan import StreamPlan
 from hvdtrain.optim.distributed import state_of
 from hvdtrain.optim.keras_seam import leaf_optimizers
 from hvdtrain.session import Session
@@ -70,7 +71,9 @@ class TrainPlan:
         most = "at most " if shards.uneven else ""
         last = (f", last batch {most}{shards.last_batch_per_rank} per {self.party}"
                 if shards.last_batch_per_rank else "")
-        order = f"reshuffled each epoch (seed {shards.seed})" if shards.shuffle else "in order"
+        within = " within the files of each rank" if isinstance(shards, StreamPlan) else ""
+        order = (f"reshuffled each epoch{within} (seed {shards.seed})" if shards.shuffle
+                 else "in order")
         return (f"{shards.samples:,} samples, {order}{last}{change}; "
                 f"{self.validation_samples:,} for validation")
 

@@ -7,9 +7,11 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.file_shares import FileShares
 from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.source import Source
-from hvdtrain.data.stream import StreamPlan, StreamSource, one_sample
+from hvdtrain.data.stream import StreamSource, one_sample
+from hvdtrain.data.stream_plan import StreamPlan
 from hvdtrain.errors import OptimizerError
 from hvdtrain.log import get_logger
 from hvdtrain.optim import keras_seam
@@ -26,7 +28,9 @@ def plan_steps(train: Source | StreamSource, validation: Source | StreamSource |
     if isinstance(train, StreamSource):
         with session.progress.phase("counting the samples of the stream"):
             counts = train.count_everywhere(collective)
-        return StreamPlan(counts=counts, rank=world.rank, batch_per_rank=config.batch_per_rank)
+        return StreamPlan(counts=counts, rank=world.rank, batch_per_rank=config.batch_per_rank,
+                          seed=config.seed,
+                          shuffle=config.shuffle and isinstance(train, FileShares))
     return ShardPlan(
         samples=len(train), rank=world.rank, size=world.size,
         batch_per_rank=config.batch_per_rank, seed=config.seed, shuffle=config.shuffle,

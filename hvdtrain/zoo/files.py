@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdtrain.data.csv_files import load_csv
+from hvdtrain.data.file_shares import by_file
 from hvdtrain.data.images import load_images
 from hvdtrain.data.npy import load_npy
 from hvdtrain.data.parquet import load_parquet
@@ -13,6 +14,7 @@ from hvdtrain.data.source import DataSplits, Source
 from hvdtrain.data.tfrecord import load_tfrecord
 from hvdtrain.data.unpack import unpacked
 from hvdtrain.data.weights import with_class_weight
+from hvdtrain.errors import DataError
 
 
 def npy(x: str, y: str | None = None, sample_weight: str | None = None,
@@ -35,7 +37,7 @@ def npy(x: str, y: str | None = None, sample_weight: str | None = None,
 
 def tfrecord(path: str | list[str], features: dict[str, Any], target: str | None = None,
              sample_weight: str | None = None, compression: Any = "auto", on_error: Any = "raise",
-             unpack: bool = False, validation: str | list[str] | None = None,
+             unpack: bool = False, shard: Any = "sample", validation: str | list[str] | None = None,
              class_weight: Any = None) -> DataSplits:
     """TFRecord files; the arguments are those of `hvdtrain.load_tfrecord`.
 
@@ -47,13 +49,15 @@ def tfrecord(path: str | list[str], features: dict[str, Any], target: str | None
         compression: `"auto"`, `"none"`, `"gzip"` or `"zlib"`.
         on_error: `"raise"` or `"skip"`.
         unpack: Boolean; read from arrays that each host makes once, see `hvdtrain.unpacked`.
+        shard: `"sample"` or `"file"`: each rank opens its own training files only, see
+            `hvdtrain.by_file`.
         validation: As `path`, for validation; or None.
         class_weight: As for `hvdtrain.weighted`, for the training data; or None.
     """
     def load(files: Any) -> Source:
         return load_tfrecord(files, features, target=target, sample_weight=sample_weight,
                              compression=compression, on_error=on_error)
-    return _from_files(load, path, validation, class_weight, unpack=unpack)
+    return _from_files(load, path, validation, class_weight, unpack=unpack, shard=shard)
 
 
 def images(path: str, size: Sequence[int] = (256, 256), channels: int = 3,
@@ -92,7 +96,8 @@ def csv(path: str | list[str], target: str | None = None, sample_weight: str | N
         columns: list[str] | None = None, target_dtype: str = "float32",
         classes: list[str] | None = None, missing: float | None = None, delimiter: str = ",",
         quote: str = '"', header: bool = True, on_error: Any = "raise", unpack: bool = False,
-        validation: str | list[str] | None = None, class_weight: Any = None) -> DataSplits:
+        shard: Any = "sample", validation: str | list[str] | None = None,
+        class_weight: Any = None) -> DataSplits:
     """CSV files of numbers; the arguments are those of `hvdtrain.load_csv`.
 
     Args:
@@ -108,6 +113,8 @@ def csv(path: str | list[str], target: str | None = None, sample_weight: str | N
         header: Boolean; the first row has the columns' names.
         on_error: `"raise"` or `"skip"`.
         unpack: Boolean; read from arrays that each host makes once, see `hvdtrain.unpacked`.
+        shard: `"sample"` or `"file"`: each rank opens its own training files only, see
+            `hvdtrain.by_file`.
         validation: As `path`, for validation; or None.
         class_weight: As for `hvdtrain.weighted`, for the training data; or None.
     """
@@ -115,13 +122,13 @@ def csv(path: str | list[str], target: str | None = None, sample_weight: str | N
         return load_csv(files, target=target, sample_weight=sample_weight, columns=columns,
                         target_dtype=target_dtype, classes=classes, missing=missing,
                         delimiter=delimiter, quote=quote, header=header, on_error=on_error)
-    return _from_files(load, path, validation, class_weight, unpack=unpack)
+    return _from_files(load, path, validation, class_weight, unpack=unpack, shard=shard)
 
 
 def parquet(path: str | list[str], target: str | None = None, sample_weight: str | None = None,
             columns: list[str] | None = None, shape: list[int] | None = None,
             dtype: str = "float32", target_dtype: str | None = None, on_error: Any = "raise",
-            unpack: bool = False, validation: str | list[str] | None = None,
+            unpack: bool = False, shard: Any = "sample", validation: str | list[str] | None = None,
             class_weight: Any = None) -> DataSplits:
     """Parquet files; the arguments are those of `hvdtrain.load_parquet`.
 
@@ -135,6 +142,8 @@ def parquet(path: str | list[str], target: str | None = None, sample_weight: str
         target_dtype: String, the type of the target; None for that of the column.
         on_error: `"raise"` or `"skip"`.
         unpack: Boolean; read from arrays that each host makes once, see `hvdtrain.unpacked`.
+        shard: `"sample"` or `"file"`: each rank opens its own training files only, see
+            `hvdtrain.by_file`.
         validation: As `path`, for validation; or None.
         class_weight: As for `hvdtrain.weighted`, for the training data; or None.
     """
@@ -142,14 +151,20 @@ def parquet(path: str | list[str], target: str | None = None, sample_weight: str
         return load_parquet(files, target=target, sample_weight=sample_weight, columns=columns,
                             shape=shape, dtype=dtype, target_dtype=target_dtype,
                             on_error=on_error)
-    return _from_files(load, path, validation, class_weight, unpack=unpack)
+    return _from_files(load, path, validation, class_weight, unpack=unpack, shard=shard)
 
 
 def _from_files(load: Callable[[Any], Source], path: Any, validation: Any, class_weight: Any, *,
-                unpack: bool) -> DataSplits:
+                unpack: bool, shard: Any = "sample") -> DataSplits:
     def opened(files: Any) -> Source:
         source = load(files)
         return unpacked(source) if unpack else source
-    return with_class_weight(
-        DataSplits(train=opened(path), validation=opened(validation) if validation else None),
-        class_weight)
+
+    def opened_for_training(files: Any) -> Source:
+        return with_class_weight(DataSplits(train=opened(files)), class_weight).train
+    if shard not in ("sample", "file"):
+        raise DataError(f"shard must be 'sample' or 'file'. Received: {shard!r}")
+    return DataSplits(
+        train=(by_file(path, opened_for_training) if shard == "file"
+               else opened_for_training(path)),
+        validation=opened(validation) if validation else None)

@@ -1,6 +1,5 @@
 """`fit`, `evaluate` and `predict` on real ranks against plain Keras in one process."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -488,8 +487,116 @@ def test_a_data_set_is_divided_sample_by_sample_and_a_stream_that_changes_is_tol
         assert changing.count(rank_session.world.rank, 3) == 12
         length[0] = later
         with pytest.raises(tf.errors.InvalidArgumentError, match="the stream changed"):
-            hvdtrain.fit(model, changing, session=rank_session,
-                         config=dataclasses.replace(config, epochs=2))
+            hvdtrain.fit(model, changing, session=rank_session, config=config)
+
+
+def write_packed_files(tf, folder, x, y, lengths):
+    begins = np.cumsum([0, *lengths])
+    for name, begin, end in zip("abcdefgh", begins, begins[1:], strict=False):
+        with tf.io.TFRecordWriter(f"{folder}/{name}.gz", "GZIP") as writer:
+            for i in range(begin, end):
+                writer.write(tf.train.Example(features=tf.train.Features(feature={
+                    "x": tf.train.Feature(float_list=tf.train.FloatList(value=x[i])),
+                    "y": tf.train.Feature(int64_list=tf.train.Int64List(value=[y[i]])),
+                })).SerializeToString())
+
+
+@RANKS
+def test_files_of_each_rank_train_as_the_union_of_its_batches_and_go_on_within_an_epoch(
+        rank_session, keras, tf, tmp_path_factory, monkeypatch):
+    """Shares of 30, 21 and 18 samples: two ranks have none in the last steps."""
+    import hvdtrain
+    rank, everyone = rank_session.world.rank, rank_session.collective.gather_objects
+    folder = everyone(str(tmp_path_factory.mktemp("files")))[0]
+    monkeypatch.setenv("HVDTRAIN_CACHE", f"{folder}/cache-{rank}")
+    lengths = (5, 30, 12, 1, 21)
+    x, y = numbers(sum(lengths))
+    if rank == 0:
+        write_packed_files(tf, folder, x, y, lengths)
+    rank_session.collective.barrier()
+
+    def load(files):
+        return hvdtrain.load_tfrecord(files, {"x": {"shape": [6]}, "y": {"dtype": "int32"}},
+                                      target="y")
+
+    class Lose(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_begin(self, batch, logs=None):
+            if self.epoch == 1 and batch == 5:
+                raise KeyboardInterrupt
+
+    def fit(output, callbacks=(), **config):
+        model = dense(keras)
+        train, held_out = (hvdtrain.by_file(f"{folder}/*.gz", load) for _ in range(2))
+        hvdtrain.DistributedOptimizer(model.optimizer)
+        result = hvdtrain.fit(
+            model, train, validation=held_out, session=rank_session, callbacks=callbacks,
+            config=hvdtrain.TrainConfig(
+                batch_per_rank=BATCH, epochs=2, seed=5, lr_scaling="none", tensorboard=False,
+                output=f"{folder}/{output}", checkpoint_every_steps=3, **config))
+        return model, (train, held_out), result
+    ours, (train, held_out), result = fit("whole")
+    files, begins = ["b", "e", "acd"], np.cumsum([0, *lengths])
+    shares = [np.concatenate([np.arange(begins[f], begins[f + 1]) for f in map("abcde".index, own)])
+              for own in files]
+    assert [file.stem for file in train.files_of(rank, 3)] == list(files[rank])
+    indexed = train.index_bytes_read + held_out.index_bytes_read  # who came first
+    assert indexed == 12 * len(shares[rank])
+    unpacked = Path(f"{folder}/cache-{rank}/data/unpacked").glob("*.gz")
+    assert sorted(path.stem[-1] for path in unpacked) == list(files[rank])
+
+    plain = dense(keras)
+    for epoch in range(2):
+        orders = [share[np.random.default_rng([5, epoch, r]).permutation(len(share))]
+                  for r, share in enumerate(shares)]
+        for step in range(8):
+            rows = np.concatenate([o[step * BATCH:(step + 1) * BATCH] for o in orders])
+            plain.train_on_batch(x[rows], y[rows])
+    for a, b in zip(ours.trainable_variables, plain.trainable_variables, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6)
+    expected = plain.evaluate(x, y, verbose=0, return_dict=True)
+    np.testing.assert_allclose(result.history["val_loss"][-1], expected["loss"], atol=1e-5)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit("lost", [Lose()])
+    rank_session.collective.barrier()
+    resumed, _, again = fit("lost", resume=True)
+    assert again.first_epoch == 1
+    assert again.history["loss"] == result.history["loss"][1:]
+    for a, b in zip(ours.variables, resumed.variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+@RANKS
+def test_files_that_one_rank_cannot_share_are_refused_on_all(rank_session, keras, tf,
+                                                             tmp_path_factory, monkeypatch):
+    import hvdtrain
+    from hvdtrain.errors import ConfigError, DataError
+    rank, everyone = rank_session.world.rank, rank_session.collective.gather_objects
+    folder = Path(everyone(str(tmp_path_factory.mktemp("files")))[0])
+    monkeypatch.setenv("HVDTRAIN_CACHE", f"{folder}/cache")
+    if rank == 0:
+        for number in range(4):
+            np.savetxt(folder / f"{number}.csv", np.ones((5, 2)), header="u,v", comments="",
+                       delimiter=",")
+    rank_session.collective.barrier()
+
+    def evaluate(pattern, load=lambda files: hvdtrain.load_csv(files, target="v")):
+        return hvdtrain.evaluate(dense(keras), hvdtrain.by_file(pattern, load),
+                                 session=rank_session)
+    with pytest.raises(DataError, match="2 files for 3 ranks"):
+        evaluate(f"{folder}/[01].csv")
+    with pytest.raises(ConfigError, match="number of files is 4 on rank 0 and 3 on rank 2"):
+        evaluate(f"{folder}/[012].csv" if rank == 2 else f"{folder}/*.csv")
+    rank_session.collective.barrier()
+    if rank == 0:
+        (folder / "1.csv").write_text("u,w\n" + "1,1\n" * 5)
+    rank_session.collective.barrier()
+    with pytest.raises(DataError, match=r"1\.csv has no column 'v'") as caught:
+        evaluate(f"{folder}/[012].csv")
+    assert ("Rank 2 cannot open its files" in str(caught.value)) == (rank != 2)
 
 
 @RANKS

@@ -20,7 +20,7 @@ from hvdtrain.collectives.select import Choice
 from hvdtrain.collectives.single import SingleCollective
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shard import ShardPlan
-from hvdtrain.data.source import Source, splits_of
+from hvdtrain.data.source import Source, check_source, splits_of
 from hvdtrain.engines.tf_distribute import patches
 from hvdtrain.engines.tf_distribute.choice import StrategyChoice, choose_strategy
 from hvdtrain.engines.tf_distribute.cluster import find_cluster
@@ -105,6 +105,9 @@ class StrategyRun:
                 model = job.model()
         progress.enter("preparing the training")
         train, validation = splits.train, splits.validation
+        for source in (train, validation):
+            if source is not None:
+                check_source(source)
         plan = self._prepare(model, train, validation, job.name)
         if self.session.world.is_chief:
             print(f"hvdtrain plan\n{plan.render()}", flush=True)  # noqa: T201 - promised output

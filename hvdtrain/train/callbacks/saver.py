@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdtrain.collectives.base import Collective
 from hvdtrain.data.shard import ShardPlan
-from hvdtrain.data.stream import StreamPlan
+from hvdtrain.data.stream_plan import StreamPlan
 from hvdtrain.optim import keras_seam
 from hvdtrain.optim.kept_back_files import collect_kept_back
 from hvdtrain.optim.state import average_statistics, seeds_of, training_state
