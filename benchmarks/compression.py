@@ -4,9 +4,11 @@
 
 Trains `digits_mlp` and `digits_cnn` of `examples/` as they are, with each compression and
 `--seeds` seeds, and prints a table: accuracy on the held-out digits after the last epoch (mean and
-range over the seeds), its distance to that without compression, and the bytes that a rank sends
-per step after the first epoch (from its TCP connections, so under Gloo only; with the metrics and
-checksums that ranks exchange at the end of an epoch).
+range over the seeds), its distance to that without compression, the bytes of a step's gradients
+that a rank sends (from the shapes and types of the tensors that the collective is given, as ring
+algorithms send them), and all bytes that it sends per step after the first epoch (from its TCP
+connections, so under Gloo only; with Horovod's own messages, which are many on a busy machine, and
+the metrics and checksums that ranks exchange at the end of an epoch).
 """
 
 from __future__ import annotations
@@ -21,7 +23,32 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 JOBS = ("digits_mlp", "digits_cnn")
+SHARES = {"reduce": lambda ranks: 2 * (ranks - 1) / ranks, "allgather": lambda ranks: ranks - 1,
+          "alltoall": lambda ranks: (ranks - 1) / ranks}
 COMPRESSIONS = ("none", "fp16", "bf16", "topk", "lowrank")
+
+
+def counting(collective):
+    """A copy of `collective` that adds up the bytes of its operations that a rank sends."""
+    import copy
+
+    import tensorflow as tf
+
+    counted = copy.copy(collective)
+    counted.sent = tf.Variable(0.0, dtype=tf.float64, trainable=False)
+
+    def note(method):
+        original, share = getattr(collective, method), SHARES[method](collective.size)
+
+        def call(tensors, *, name, **options):
+            each = tensors if isinstance(tensors, list) else [tensors]
+            counted.sent.assign_add(share * sum(
+                t.shape.num_elements() * t.dtype.size for t in each))
+            return original(tensors, name=name, **options)
+        setattr(counted, method, call)
+    for method in SHARES:
+        note(method)
+    return counted
 
 
 def meter(connections):
@@ -51,14 +78,18 @@ def train(name, compression, seed, session, options):
     keras.utils.set_random_seed(seed)
     model, splits, count = job.model(), job.data(), meter(Connections())
     config = replace(job.config, seed=seed, epochs=options.epochs)
-    hvdtrain.DistributedOptimizer(model.optimizer, options=hvdtrain.ReducerOptions(
-        compression=compression, topk_ratio=options.topk_ratio))
+    collective = counting(session.collective)
+    hvdtrain.DistributedOptimizer(
+        model.optimizer, collective=collective, options=hvdtrain.ReducerOptions(
+            compression=compression, topk_ratio=options.topk_ratio,
+            approximation_rank=options.approximation_rank))
     with contextlib.redirect_stdout(io.StringIO()):
         result = hvdtrain.fit(model, splits.train, validation=splits.validation, config=config,
                               callbacks=[count], session=session)
     per_step = (count.after - count.before) / count.steps
     sent = statistics.mean(session.collective.gather_objects(per_step))
-    return result.history["val_accuracy"][-1], sent
+    gradients = collective.sent.numpy() / model.optimizer.iterations.numpy()
+    return result.history["val_accuracy"][-1], float(gradients), sent
 
 
 def main():
@@ -68,27 +99,29 @@ def main():
     parser.add_argument("--jobs", default=",".join(JOBS))
     parser.add_argument("--compressions", default=",".join(COMPRESSIONS))
     parser.add_argument("--topk-ratio", type=float, default=0.04)
+    parser.add_argument("--approximation-rank", type=int, default=16)
     options = parser.parse_args()
     import hvdtrain
     session = hvdtrain.init()
     if session.world.is_chief:
         print(f"{session.collective.size} ranks, {session.collective.name}, {options.seeds} seeds, "
-              f"topk_ratio {options.topk_ratio:g}\n\n"
-              "| job | compression | accuracy | against none | KB per step | of none |\n"
-              "|---|---|---|---|---|---|", flush=True)
+              f"topk_ratio {options.topk_ratio:g}, approximation_rank "
+              f"{options.approximation_rank}\n\n"
+              "| job | compression | accuracy | against none | KB of gradients per step | of none "
+              "| KB in all |\n|---|---|---|---|---|---|---|", flush=True)
     for name in options.jobs.split(","):
         base = None
         for compression in options.compressions.split(","):
             runs = [train(name, compression, seed, session, options)
                     for seed in range(options.seeds)]
-            accuracies = [accuracy for accuracy, _ in runs]
-            mean, sent = statistics.mean(accuracies), statistics.mean(sent for _, sent in runs)
-            base = base or (mean, sent)
+            accuracies = [accuracy for accuracy, *_ in runs]
+            mean, gradients, sent = (statistics.mean(values) for values in zip(*runs, strict=True))
+            base = base or (mean, gradients)
             if session.world.is_chief:
                 print(f"| {name} | {compression} | {100 * mean:.2f} % "
                       f"({100 * min(accuracies):.2f} to {100 * max(accuracies):.2f}) "
-                      f"| {100 * (mean - base[0]):+.2f} % | {sent / 1e3:.1f} "
-                      f"| {100 * sent / base[1]:.1f} % |", flush=True)
+                      f"| {100 * (mean - base[0]):+.2f} % | {gradients / 1e3:.2f} "
+                      f"| {100 * gradients / base[1]:.1f} % | {sent / 1e3:.1f} |", flush=True)
     session.collective.barrier()
     os._exit(0)
 

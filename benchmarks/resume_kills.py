@@ -1,6 +1,6 @@
 """Kill a rank at a random step, go on, again and again: is the joined curve the uninterrupted one?
 
-    python benchmarks/resume_kills.py [--kills 20] [--ranks 2] [--seed 0]
+    python benchmarks/resume_kills.py [--kills 20] [--ranks 2] [--seed 0] [--compression none]
 
 Trains `benchmarks/resume_job.py` once without a fault. Then trains it while a random rank is
 killed (SIGKILL) after a random number of steps, and goes on with `--resume`, until so many were
@@ -26,7 +26,7 @@ EPOCHS, STEPS_AT_MOST = 8, 60
 TOLERANCE = 1e-6
 
 
-def start(ranks, output, curve, *, kill=None, resume=False):
+def start(ranks, output, curve, *, compression, kill=None, resume=False):
     """One start of the job; returns its exit code and its output."""
     curve.mkdir(parents=True, exist_ok=True)
     environ = {**os.environ, "CURVE": str(curve)}
@@ -36,7 +36,7 @@ def start(ranks, output, curve, *, kill=None, resume=False):
         options += ["-x", "KILL"]
     done = subprocess.run(
         [sys.executable, "-m", "hvdtrain", "launch", "-np", str(ranks), *options, "fit", str(JOB),
-         "--output", str(output), *(["--resume"] if resume else [])],
+         "--output", str(output), "--compression", compression, *(["--resume"] if resume else [])],
         env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         stdin=subprocess.DEVNULL, timeout=300, check=False)
     return done.returncode, done.stdout
@@ -84,16 +84,19 @@ def main():
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compression", default="none")
     options = parser.parse_args()
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        code, text = start(options.ranks, folder / "whole", folder / "whole-curve")
+        code, text = start(options.ranks, folder / "whole", folder / "whole-curve",
+                           compression=options.compression)
         if code:
             raise SystemExit(text)
         expected, figures = curve_of(folder / "whole-curve"), figures_of(folder / "whole")
         steps = len(expected["rank0"])
-        print(f"uninterrupted: {options.ranks} ranks, {steps} steps, {len(figures)} epochs, "
+        print(f"uninterrupted: {options.ranks} ranks, compression {options.compression}, "
+              f"{steps} steps, {len(figures)} epochs, "
               f"learning rate {figures[1]['learning_rate']:.4g} to "
               f"{figures[max(figures)]['learning_rate']:.4g}", flush=True)
         killed = trainings = failed = 0
@@ -106,7 +109,7 @@ def main():
                 if killed < options.kills:
                     strike = (rng.randrange(options.ranks), rng.randint(1, STEPS_AT_MOST))
                 code, text = start(options.ranks, output, curve, kill=strike,
-                                   resume=starts > 0)
+                                   compression=options.compression, resume=starts > 0)
                 if not code:
                     break
                 if strike is None or "signal 9" not in text and "SIGKILL" not in text:

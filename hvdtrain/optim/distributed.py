@@ -109,10 +109,7 @@ def DistributedOptimizer(  # noqa: N802 - the name the field knows
     fresh_reducers: list[GradientReducer | None]
     outer: GradientReducer | None = None
     if scaled:
-        outer = GradientReducer(
-            collective, base, options, loss_scale=lambda: optimizer.dynamic_scale,
-            updates_rows=all(map(keras_seam.updates_rows, leaves)))
-        _hook_scaled_apply(optimizer, outer)
+        outer = _hook_scaled_apply(optimizer, collective, base, options)
         fresh_reducers = [None] * len(fresh)
     else:
         fresh_reducers = [_reducer(leaf, collective, f"{base}.{k}", options, zero=zero)
@@ -195,12 +192,17 @@ def _hook_leaf(leaf: Any, reducer: GradientReducer | None, options: ReducerOptio
     keras_seam.replace_method(leaf, "_get_current_learning_rate", current_rate)
 
 
-def _hook_scaled_apply(optimizer: Any, reducer: GradientReducer) -> None:
+def _hook_scaled_apply(optimizer: Any, collective: Collective, base: str,
+                       options: ReducerOptions) -> GradientReducer:
     """LossScaleOptimizer without accumulation: reduce the scaled gradients.
 
     That is before the finite check: all ranks then see the same gradients, so all skip or
     apply, without a further collective.
     """
+    reducer = GradientReducer(
+        collective, base, options, loss_scale=lambda: optimizer.dynamic_scale,
+        updates_rows=all(map(keras_seam.updates_rows, keras_seam.leaf_optimizers(optimizer))))
+
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def apply(grads: Any, trainable_variables: Any = None) -> Any:
             grads = list(grads)
@@ -216,6 +218,7 @@ def _hook_scaled_apply(optimizer: Any, reducer: GradientReducer) -> None:
             return original(reduced, variables)
         return apply
     keras_seam.replace_method(optimizer, "apply", make)
+    return reducer
 
 
 def _hook_late_leaves(optimizer: Any, collective: Collective, base: str,

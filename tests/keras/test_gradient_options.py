@@ -24,7 +24,8 @@ class SomeRanks(SingleCollective):
 
 @pytest.mark.parametrize(("values", "message"), [
     ({"sparse": "rows"}, "sparse must be one of 'auto', 'gather', 'dense'. Received: sparse='r"),
-    ({"compression": "fp8"}, "compression must be one of 'none', 'fp16', 'bf16', 'topk', 'lowrank'"),
+    ({"compression": "fp8"},
+     "compression must be one of 'none', 'fp16', 'bf16', 'topk', 'lowrank'"),
     ({"merge": "sum", "op": "min"}, "op must be one of 'average', 'sum', 'adasum'"),
     ({"bucket_bytes": 0}, "bucket_bytes must be positive"),
     ({"topk_ratio": 0.0}, "topk_ratio must be above 0"),
