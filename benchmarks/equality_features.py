@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -206,20 +208,11 @@ def tape(session):
                                 for a, b in zip(start, found[1], strict=True))
 
 
-def stream(session):
-    """Shares of different lengths, against the union of the ranks' batches (5 steps)."""
+def uneven(session, source, shares, x, y):
+    """`source`, of which rank r has the rows `shares[r]`, against the union of the batches."""
     import keras
-    import tensorflow as tf
 
     import hvdtrain
-    size = session.world.size
-    lengths = [4 * BATCH + 3 - 5 * rank for rank in range(size)]
-    x, y = vectors(sum(lengths))
-    begins = np.cumsum([0, *lengths])
-
-    def share(rank, ranks):
-        rows = slice(0, None) if ranks != size else slice(begins[rank], begins[rank + 1])
-        return tf.data.Dataset.from_tensor_slices((x[rows], y[rows])).filter(lambda a, b: True)
     found = []
     for ours in (True, False):
         keras.backend.clear_session()
@@ -231,17 +224,56 @@ def stream(session):
                       "sparse_categorical_crossentropy")
         if ours:
             with contextlib.redirect_stdout(io.StringIO()):
-                hvdtrain.fit(model, hvdtrain.StreamSource(share), session=session,
-                             config=hvdtrain.TrainConfig(batch_per_rank=BATCH, lr_scaling="none"))
+                hvdtrain.fit(model, source, session=session, config=hvdtrain.TrainConfig(
+                    batch_per_rank=BATCH, lr_scaling="none", shuffle=False))
         else:
-            for step in range(5):
-                rows = np.concatenate([
-                    np.arange(begins[rank], begins[rank + 1])[step * BATCH:(step + 1) * BATCH]
-                    for rank in range(size)])
+            for begin in range(0, max(map(len, shares)), BATCH):
+                rows = np.concatenate([share[begin:begin + BATCH] for share in shares])
                 model.train_on_batch(x[rows], y[rows])
         found.append([v.numpy() for v in model.trainable_variables])
     return largest(*found), max(float(np.abs(a - b).max())
                                 for a, b in zip(start, found[1], strict=True))
+
+
+def stream(session):
+    """Shares of different lengths (5 steps)."""
+    import tensorflow as tf
+
+    import hvdtrain
+    size = session.world.size
+    lengths = [4 * BATCH + 3 - 5 * rank for rank in range(size)]
+    x, y = vectors(sum(lengths))
+    shares = np.split(np.arange(len(x)), np.cumsum(lengths)[:-1])
+
+    def share(rank, ranks):
+        rows = shares[rank] if ranks == size else np.arange(len(x))
+        return tf.data.Dataset.from_tensor_slices((x[rows], y[rows])).filter(lambda a, b: True)
+    return uneven(session, hvdtrain.StreamSource(share), shares, x, y)
+
+
+def files(session):
+    """Files of different lengths, more than ranks, each opened by one of them."""
+    import hvdtrain
+    size = session.world.size
+    lengths = [2 * BATCH + 3 * (number % 4) for number in range(2 * size + 1)]
+    x, y = vectors(sum(lengths))
+    rows_of = np.split(np.arange(len(x)), np.cumsum(lengths)[:-1])
+    with tempfile.TemporaryDirectory() as mine:
+        folder = Path(session.collective.gather_objects(mine)[0])
+        if session.world.is_chief:
+            for number, rows in enumerate(rows_of):
+                np.save(folder / f"{number:03}.npy", rows)
+        session.collective.barrier()
+
+        def load(paths):
+            rows = np.concatenate([np.load(path) for path in paths])
+            return x[rows], y[rows]
+        source = hvdtrain.by_file(folder / "*.npy", load)
+        shares = [np.concatenate([np.load(path) for path in source.files_of(rank, size)])
+                  for rank in range(size)]
+        found = uneven(session, source, shares, x, y)
+        session.collective.barrier()
+    return found
 
 
 def metrics_of(keras):
@@ -295,6 +327,7 @@ FEATURES_BY_NAME: dict[str, Callable[[Any], tuple[float, float | None]]] = {
        for name, feature in TRAININGS.items()},
     "`DistributedGradientTape`, a loop of one's own": tape,
     "stream of unknown length, uneven shares": stream,
+    "files of uneven lengths, each opened by one rank": files,
     "`evaluate`, 28 metrics and the loss, 203 samples": evaluation(203),
     "`evaluate`, 28 metrics and the loss, 3 samples": evaluation(3),
     "`predict`, 203 samples": prediction,
