@@ -1,9 +1,10 @@
 """Multi-rank tests as ordinary tests: `@pytest.mark.ranks(n, collective="horovod-gloo")`.
 
-Under plain pytest, all selected tests of one file with the same size and collective run in one
+Under plain pytest, all selected tests of one folder with the same size and collective run in one
 launch (`hvdtrain launch ... -- python -m pytest FILE::TEST ...`), since each launch imports
 TensorFlow. On the ranks they are ordinary tests; each rank writes its outcomes to a file, and a
-test passes if it passed on every rank.
+test passes if it passed on every rank. After a failure on the same line of all ranks they go on
+with the next test; after any other they end, since some may wait for the others in a collective.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ import pytest
 
 RESULTS_VARIABLE = "HVDTRAIN_TEST_RESULTS"
 COLLECTIVE_VARIABLE = "HVDTRAIN_TEST_COLLECTIVE"
+SIZE_VARIABLE = "HVDTRAIN_TEST_SIZE"
+#: A launch is ended when no rank has ended a test for so long.
 TIMEOUT_S = 400
+#: How long a rank that failed waits for the others to fail as well.
+PATIENCE_S = 10.0
 
 
 def pytest_configure(config):
@@ -42,14 +47,34 @@ class OnRank:
 
     def __init__(self, folder):
         rank = os.environ.get("HOROVOD_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or "0"
+        self._folder = folder
         self._file = (folder / f"rank{rank}.jsonl").open("w")
+        self._session = None
+
+    def pytest_sessionstart(self, session):
+        self._session = session
 
     def pytest_runtest_logreport(self, report):
         if report.when == "call" or report.outcome != "passed":
+            crash = getattr(report.longrepr, "reprcrash", None)
+            place = [report.nodeid, report.when, crash and f"{crash.path}:{crash.lineno}"]
             self._file.write(json.dumps({
-                "test": report.nodeid, "outcome": report.outcome,
+                "test": report.nodeid, "outcome": report.outcome, "place": place,
                 "text": str(report.longrepr or ""), "seconds": report.duration}) + "\n")
             self._file.flush()
+            if report.outcome == "failed" and not self._all_failed_at(place):
+                self._session.shouldfail = "not all ranks failed alike"
+
+    def _all_failed_at(self, place):
+        """Whether every rank fails here soon: then none waits for another in a collective."""
+        size = int(os.environ[SIZE_VARIABLE])
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            failed = [any(r["outcome"] == "failed" and r["place"] == place for r in results)
+                      for results in read_results(self._folder, size)]
+            if all(failed) or time.monotonic() > deadline:
+                return all(failed)
+            time.sleep(0.1)
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self, config):
@@ -93,7 +118,8 @@ class RankLauncher:
         marker = item.get_closest_marker("ranks")
         if marker is None:
             return None
-        return (str(item.path), marker.args[0], marker.kwargs.get("collective", "horovod-gloo"))
+        return (str(item.path.parent), marker.args[0],
+                marker.kwargs.get("collective", "horovod-gloo"))
 
 
 def run_group(key, tests, root):
@@ -103,25 +129,47 @@ def run_group(key, tests, root):
     with tempfile.TemporaryDirectory(prefix="hvdtrain-ranks-") as folder:
         command = [
             sys.executable, "-m", "hvdtrain", "launch", "-np", str(n), "--starter", starter,
-            "--collective", collective, "--timeout", str(TIMEOUT_S), "-v", "--",
-            sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+            "--collective", collective, "-v", "--", sys.executable, "-m", "pytest",
+            "-q", "-p", "no:cacheprovider", *tests]
         environ = {**os.environ, RESULTS_VARIABLE: folder, COLLECTIVE_VARIABLE: collective,
-                   "TF_CPP_MIN_LOG_LEVEL": "3"}
+                   SIZE_VARIABLE: str(n), "TF_CPP_MIN_LOG_LEVEL": "3"}
         started = time.monotonic()
-        done = subprocess.run(command, cwd=root, env=environ, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-        seconds = time.monotonic() - started
-        return collect(Path(folder), n, tests, done, seconds)
+        code, output = run_while_tests_end(command, Path(folder), cwd=root, env=environ)
+        return collect(Path(folder), n, tests, code, output, time.monotonic() - started)
 
 
-def collect(folder, n, tests, done, seconds):
-    """A test's outcome is that of the ranks together."""
-    per_rank = []
+def run_while_tests_end(command, folder, **options):
+    """Run a launch to its end, or kill it (and with it its ranks); returns its code and output."""
+    with (folder / "output").open("w") as file:
+        launch = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, **options)
+        began = time.time()
+        try:
+            while launch.poll() is None:
+                last = max((f.stat().st_mtime for f in folder.glob("rank*.jsonl")), default=began)
+                if time.time() - last > TIMEOUT_S:
+                    file.write(f"no rank has ended a test for {TIMEOUT_S} s\n")
+                    break
+                time.sleep(0.1)
+        finally:
+            if launch.poll() is None:
+                launch.kill()
+            launch.wait()
+    return launch.returncode, (folder / "output").read_text(errors="replace")
+
+
+def read_results(folder, n):
+    """What each rank has written so far; a line that is not whole yet is left out."""
     for rank in range(n):
         file = folder / f"rank{rank}.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        per_rank.append({r["test"]: r for r in map(json.loads, lines)})
-    tail = "\n".join(done.stdout.splitlines()[-60:])
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        yield [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def collect(folder, n, tests, code, output, seconds):
+    """A test's outcome is that of the ranks together."""
+    per_rank = [{r["test"]: r for r in rank} for rank in read_results(folder, n)]
+    tail = "\n".join(output.splitlines()[-60:])
+    whole = all(rank.keys() >= set(tests) for rank in per_rank)
     somebody_failed = any(r["outcome"] == "failed" for rank in per_rank for r in rank.values())
     results = {}
     for test in tests:
@@ -134,9 +182,9 @@ def collect(folder, n, tests, done, seconds):
             results[test] = ("failed", "\n".join(failed), took)
         elif missing:
             results[test] = ("failed", f"no result from rank {', '.join(missing)} "
-                             f"(exit code {done.returncode} after {seconds:.0f} s):\n{tail}", took)
-        elif done.returncode and not somebody_failed:
-            results[test] = ("failed", f"the launch ended with {done.returncode}:\n{tail}", took)
+                             f"(exit code {code} after {seconds:.0f} s):\n{tail}", took)
+        elif code and whole and not somebody_failed:
+            results[test] = ("failed", f"the launch ended with {code}:\n{tail}", took)
         else:
             skipped = [g for g in got if g["outcome"] == "skipped"]
             results[test] = (("skipped", ("", 0, skipped[0]["text"]), took) if skipped

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,16 +134,17 @@ def test_a_host_whose_cable_is_cut(fragile_hosts: VirtualHosts) -> None:
     assert report.seconds < 30
 
 
-def test_an_sshd_that_does_not_answer(fragile_hosts: VirtualHosts) -> None:
-    fragile_hosts.signal("hostb", "sshd", signal.SIGSTOP)
-    report = doctor(fragile_hosts, "-H", "hosta:1,hostb:1")
-    assert report.bad() == [("ssh", "hostb", "failed")]
-    assert report.seconds < 45
-
-
-def test_a_host_that_takes_the_login_and_then_hangs(second_sshd: Any) -> None:
+def test_an_sshd_that_does_not_answer_and_one_that_hangs_after_the_login(second_sshd: Any) -> None:
+    """Two doctors at the same time, since both only wait."""
     hosts = second_sshd("ForceCommand=sleep 600")
-    report = doctor(hosts, "-H", "hosta:1,hostb:1", "--ssh-port", "2222")
+    hosts.signal("hostc", "sshd", signal.SIGSTOP)
+    with ThreadPoolExecutor(2) as pool:
+        silent = pool.submit(doctor, hosts, "-H", "hosta:1,hostc:1")
+        hangs = pool.submit(doctor, hosts, "-H", "hosta:1,hostb:1", "--ssh-port", "2222")
+        report = silent.result()
+        assert report.bad() == [("ssh", "hostc", "failed")]
+        assert report.seconds < 45
+        report = hangs.result()
     assert report.bad() == [("ssh", "hostb", "failed")]
     assert report.seconds < 60
     assert report.one("ssh", "hostb")["fix"].startswith("ssh -v -p 2222 ")

@@ -152,8 +152,11 @@ def check_stopped_and_gone_on(slurm: PrivateSlurm, job: int, folder: Path, signa
 def test_at_the_time_limit_the_ranks_stop_and_the_job_goes_on(slurm: PrivateSlurm,
                                                               tmp_path: Path) -> None:
     job = submit(slurm, tmp_path, "--nodes", "2", "--ntasks-per-node", "2", "--wait", "10",
-                 "--time", "2", "--signal-before", "40", *program(tmp_path, STOPS))
+                 "--time", "2", "--signal-before", "59", *program(tmp_path, STOPS))
     await_ranks(slurm, job, tmp_path, 4)
+    # Slurm looks for such jobs every 30 s only. So this one is due the next time it looks.
+    done = slurm.run(["scontrol", "update", f"job={job}", "endtime=now+85"])
+    assert done.returncode == 0, done.stdout
     slurm.wait(job, "COMPLETING", "PENDING", timeout=100)
     check_stopped_and_gone_on(slurm, job, tmp_path, 10)
 
