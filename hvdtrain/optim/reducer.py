@@ -70,8 +70,8 @@ class GradientReducer:
 
     @property
     def keeps_back(self) -> bool:
-        """Whether its compression leaves something for later."""
-        return self._options.compression in ("topk", "lowrank")
+        """Whether it leaves something for later."""
+        return self.collective.size > 1 and self._options.compression in ("topk", "lowrank")
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any],

@@ -88,7 +88,8 @@ def resume(model: Any, session: Session, config: TrainConfig, store: CheckpointS
         if found.kept_back and not used:
             get_logger().warning(
                 "The checkpoint holds what compression had not sent yet, and this run has no "
-                "compression that sends it later (topk, lowrank): it is left out.")
+                "compression that sends it later (topk or lowrank, on several ranks): it is "
+                "left out.")
         own = state.local_variables(model)
         if own and session.world.size > 1:
             get_logger().warning(
