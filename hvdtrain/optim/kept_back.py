@@ -7,7 +7,7 @@ the sums, and that mean is what a checkpoint holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +39,7 @@ class KeptBack:
         self._loss_scale = loss_scale
         self._made: dict[tuple[str, VariableKey], Any] = {}
         self._restored: dict[str, Array] = {}
+        self._noted: list[tuple[Any, Any]] = []
 
     def factor(self) -> Any:
         """What gradients are multiplied by now."""
@@ -62,6 +63,30 @@ class KeptBack:
                 self._made[kind, key] = tf.Variable(
                     value, trainable=False, name=f"hvdtrain_{kind}")
         return self._made[kind, key]
+
+    def begin(self) -> None:
+        """A step begins. What one that failed has noted is forgotten."""
+        self._noted = []
+
+    def note(self, variable: Any, value: Any) -> None:
+        """What a variable shall be after this step."""
+        self._noted.append((variable, value))
+
+    def settle(self, gradients: Sequence[Any]) -> None:
+        """Set the variables that were noted, unless all ranks are to skip the step's update.
+
+        Then it leaves no trace in what is sent later.
+
+        Args:
+            gradients: Sequence of tensors and `IndexedSlices`, all that were averaged in the step.
+        """
+        noted, self._noted = self._noted, []
+        if not noted:
+            return
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(
+            g.values if isinstance(g, tf.IndexedSlices) else g)) for g in gradients])
+        for variable, value in noted:
+            variable.assign(tf.where(finite, value, variable))
 
     def collect(self, collective: Collective) -> dict[str, Array]:
         """What a checkpoint holds, by name; and gives all ranks the mean of what they keep.

@@ -95,12 +95,10 @@ class LowRankWire(Wire):
             out.append(tf.matmul(left[i], q, transpose_b=True) if i in left else q)
             rests.append(own[i] - tf.matmul(left[i], m - lost, transpose_b=True)
                          if i in left else lost)
-        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(h)) for h in out])
-        # Where all skip the update, this step leaves no trace in what is sent later.
         for residual, rest in zip(residuals, rests, strict=True):
-            residual.assign(tf.where(finite, tf.reshape(rest, [-1]) / scale, residual))
+            self._kept_back.note(residual, tf.reshape(rest, [-1]) / scale)
         for i, basis in bases.items():
-            basis.assign(tf.where(finite, right[i], basis))
+            self._kept_back.note(basis, right[i])
         factor = self.factor * self._collective.size
         return [tf.cast(tf.reshape(h * factor, t.shape), t.dtype)
                 for h, t in zip(out, tensors, strict=True)]

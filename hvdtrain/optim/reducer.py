@@ -101,6 +101,7 @@ class GradientReducer:
         choices = self._agree([_kind_of(gradients[p], variables[p], indices[p]) for p in shared],
                               variables)
         name = self._call_name([indices[p] for p in shared])
+        self.kept_back.begin()
         dense: list[_Dense] = []
         for position in shared:
             gradient, variable = gradients[position], variables[position]
@@ -122,6 +123,7 @@ class GradientReducer:
             for one, mean in zip(bucket, means, strict=True):
                 mean.set_shape(one.gradient.shape)
                 out[one.position] = mean
+        self.kept_back.settle([g for g in out if g is not None])
         return out
 
     def _shared(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[int]:

@@ -48,20 +48,16 @@ class TopKWire(Wire):
                 name: str) -> list[Any]:
         """See `Wire.average`. A gradient that is not finite is not finite on all ranks."""
         scale = self._kept_back.factor()
-        entries, rests = [], []
+        entries = []
         for tensor, key in zip(tensors, keys, strict=True):
             residual = self._kept_back.residual(key, size_of(tensor))
             packed, rest = self._largest(joined([tensor]) + residual * scale)
             entries.append(packed)
-            rests.append((residual, rest / scale))
+            self._kept_back.note(residual, rest / scale)
         sent = tf.concat(entries, axis=0)
         received = self._collective.allgather(sent, name=f"{name}.top")
         parts = tf.split(tf.reshape(received, [self._collective.size, *sent.shape]),
                          [entry.shape[0] for entry in entries], axis=1)
-        finite = tf.reduce_all(tf.math.is_finite(unpack_bfloat16(received[:, 1])))
-        for residual, rest in rests:
-            # Where all skip the update, this step leaves no trace in what is sent later.
-            residual.assign(tf.where(finite, rest, residual))
         return [tf.cast(tf.reshape(self._average_of(part, size_of(t)), t.shape), t.dtype)
                 for part, t in zip(parts, tensors, strict=True)]
 

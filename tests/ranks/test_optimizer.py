@@ -635,19 +635,23 @@ def test_a_gradient_of_low_rank_arrives_whole(collective, rank_session, tf):
 @TWO
 @pytest.mark.parametrize("compression", ["topk", "lowrank"])
 def test_a_gradient_that_is_not_finite_leaves_no_trace(compression, rank_session, tf):
+    """Neither in its own tensor nor in one that travelled apart from it."""
     rank = rank_session.world.rank
-    variable = tf.Variable(tf.zeros([40, 50]))
-    good = tf.random.stateless_normal([40, 50], [1, rank])
+    variables = [tf.Variable(tf.zeros([40, 50])) for _ in range(2)]
+    good = [tf.random.stateless_normal([40, 50], [i, rank]) for i in range(2)]
     after = []
     for bad_values in ((), (np.inf, np.nan)):
-        reduce = reducer(rank_session.collective, compression=compression)
-        reduce([good], [variable], [0])
+        reduce = reducer(rank_session.collective, compression=compression, bucket_bytes=100)
+        reduce(good, variables, [0, 1])
         for value in bad_values:
-            bad = tf.concat([tf.fill([1, 50], value), good[1:]], 0) if rank == 1 else good
-            assert not np.isfinite(reduce([bad], [variable], [0])[0].numpy()).all()
-        after.append(reduce([tf.zeros([40, 50])], [variable], [0])[0].numpy())
-    assert np.count_nonzero(after[0])
-    np.testing.assert_array_equal(after[0], after[1])
+            bad = tf.concat([tf.fill([1, 50], value), good[0][1:]], 0) if rank == 1 else good[0]
+            found = reduce([bad, good[1]], variables, [0, 1])
+            assert not np.isfinite(found[0].numpy()).all()
+            assert np.isfinite(found[1].numpy()).all()
+        after.append([t.numpy() for t in reduce([tf.zeros([40, 50])] * 2, variables, [0, 1])])
+    for undisturbed, disturbed in zip(*after, strict=True):
+        assert np.count_nonzero(undisturbed)
+        np.testing.assert_array_equal(undisturbed, disturbed)
 
 
 @TWO
