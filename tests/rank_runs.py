@@ -132,7 +132,9 @@ def run_group(key, tests, root):
             "--collective", collective, "-v", "--", sys.executable, "-m", "pytest",
             "-q", "-p", "no:cacheprovider", *tests]
         environ = {**os.environ, RESULTS_VARIABLE: folder, COLLECTIVE_VARIABLE: collective,
-                   SIZE_VARIABLE: str(n), "TF_CPP_MIN_LOG_LEVEL": "3"}
+                   SIZE_VARIABLE: str(n), "TF_CPP_MIN_LOG_LEVEL": "3",
+                   # Ranks would tidy up each other's temporary folders of former runs.
+                   "PYTEST_DEBUG_TEMPROOT": folder}
         started = time.monotonic()
         code, output = run_while_tests_end(command, Path(folder), cwd=root, env=environ)
         return collect(Path(folder), n, tests, code, output, time.monotonic() - started)
