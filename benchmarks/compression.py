@@ -20,12 +20,15 @@ import os
 import runpy
 import statistics
 from pathlib import Path
+from typing import get_args
+
+from hvdtrain.config import Compression
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 JOBS = ("digits_mlp", "digits_cnn")
 SHARES = {"reduce": lambda ranks: 2 * (ranks - 1) / ranks, "allgather": lambda ranks: ranks - 1,
           "alltoall": lambda ranks: (ranks - 1) / ranks}
-COMPRESSIONS = ("none", "fp16", "bf16", "topk", "lowrank")
+COMPRESSIONS = get_args(Compression)
 
 
 def counting(collective):

@@ -15,8 +15,11 @@ import argparse
 import os
 import statistics
 import time
+from typing import get_args
 
-COMPRESSIONS = ("none", "fp16", "bf16", "topk", "lowrank")
+from hvdtrain.config import Compression
+
+COMPRESSIONS = get_args(Compression)
 
 
 def make_step(compression, session, hidden):

@@ -19,6 +19,10 @@ LR_SCALINGS = ("linear", "sqrt", "none")
 Remainder = Literal["pad", "drop", "join"]
 Sparse = Literal["auto", "gather", "dense"]
 Compression = Literal["none", "fp16", "bf16", "topk", "lowrank"]
+SENT_IN_PART = ("topk", "lowrank")
+"""Compressions that keep something back for later steps."""
+SUMMED_APART = ("bf16", *SENT_IN_PART)
+"""Compressions whose sums are no allreduce: they are made in float32, and divided once."""
 CollectiveName = Literal["auto", "horovod-gloo", "horovod-mpi", "mpi4py", "single"]
 
 _LONGEST_HANG_S = 1_000_000
@@ -207,7 +211,7 @@ def check_reduction(settings: _Reduction) -> None:
     if not 0 < predivide <= _LARGEST_PREDIVIDE:
         raise ConfigError(f"predivide must be above 0 and at most {_LARGEST_PREDIVIDE:,}. "
                           f"Received: predivide={predivide}")
-    if predivide != 1 and settings.compression in ("bf16", "topk", "lowrank"):
+    if predivide != 1 and settings.compression in SUMMED_APART:
         raise ConfigError(
             f"predivide={predivide:g} has no meaning with compression={settings.compression!r}, "
             "which sums in float32 and divides once. Leave predivide out, or use compression "

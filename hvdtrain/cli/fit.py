@@ -44,7 +44,7 @@ def fit_command(
     sparse: Annotated[Sparse | None, typer.Option(
         help="How embedding gradients travel.")] = None,
     compression: Annotated[Compression | None, typer.Option(
-        help="How gradients travel: whole, in half the bytes, the largest only.")] = None,
+        help="How gradients travel: whole, in half the bytes, in part.")] = None,
     topk_ratio: Annotated[float | None, typer.Option(
         help="topk: share of the elements that is sent.")] = None,
     approximation_rank: Annotated[int | None, typer.Option(

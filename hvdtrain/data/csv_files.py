@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvdtrain.data.csv_index import Dialect, index_rows, read_header
 from hvdtrain.data.file_source import BadSamplesError, FileSource, OnError
-from hvdtrain.data.files import PartReader, Paths, cache_folder, find_files, fingerprint
+from hvdtrain.data.files import PartReader, Paths, cache_folder, find_files, fingerprint, name_of
 from hvdtrain.data.source import Structure
 from hvdtrain.errors import DataError
 
@@ -140,8 +140,7 @@ class CsvSource(FileSource):
 
     def __init__(self, files: Sequence[Path], begins: Sequence[int], table: _Table,
                  dialect: Dialect, *, on_error: OnError, cache: Path) -> None:
-        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-        super().__init__(f"{files[0]}{more}", on_error,
+        super().__init__(name_of(files), on_error,
                          lambda: fingerprint(files, "csv", tuple(begins), dialect, table))
         self._files = tuple(files)
         self._table = table

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
-from hvdtrain.data.files import Paths, find_files
+from hvdtrain.data.files import Paths, find_files, name_of
 from hvdtrain.data.pipeline import evaluation_dataset, fetcher
 from hvdtrain.data.source import Source, Structure, as_source, check_source
 from hvdtrain.data.stream import StreamSource
@@ -89,10 +89,7 @@ class FileShares(StreamSource):
                  name: str | None = None) -> None:
         self.files = tuple(sorted(files))
         self.sizes = tuple(file.stat().st_size for file in self.files)
-        if name is None:
-            more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-            name = f"{self.files[0]}{more}"
-        super().__init__(self._dataset, name=name)
+        super().__init__(self._dataset, name=name or name_of(self.files))
         self._load = load
         self._loaded: tuple[tuple[int, int], Source] | None = None
 

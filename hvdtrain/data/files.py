@@ -145,6 +145,12 @@ def cache_folder(given: str | Path | None) -> Path:
     return Path(given) if given is not None else default_cache(os.environ) / "data"
 
 
+def name_of(files: Sequence[Path]) -> str:
+    """How messages call some files: the first one, and how many there are beside it."""
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"{files[0]}{more}"
+
+
 def fingerprint(files: Sequence[Path], *settings: object) -> str:
     """A name for what is made of these files: another one if a file or a setting changes.
 

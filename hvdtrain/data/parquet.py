@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.data.file_source import BadSamplesError, FileSource, OnError
-from hvdtrain.data.files import Paths, find_files, fingerprint
+from hvdtrain.data.files import Paths, find_files, fingerprint, name_of
 from hvdtrain.data.parquet_groups import Column, groups_of, metadata_of, read_group
 from hvdtrain.data.source import Structure
 from hvdtrain.errors import DataError
@@ -94,9 +94,8 @@ class ParquetSource(FileSource):
     def __init__(self, files: Sequence[Path], chosen: _Chosen, *, shape: tuple[int, ...] | None,
                  dtype: np.dtype[Any], target_dtype: np.dtype[Any] | None, groups_kept: int,
                  on_error: OnError) -> None:
-        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         settings = (chosen, shape, dtype, target_dtype)
-        super().__init__(f"{files[0]}{more}", on_error,
+        super().__init__(name_of(files), on_error,
                          lambda: fingerprint(files, "parquet", *map(str, settings)))
         self._files, self._chosen = tuple(files), chosen
         self._shape, self._dtype, self._target_dtype = shape, dtype, target_dtype

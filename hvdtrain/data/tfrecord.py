@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from hvdtrain.data.examples import ExampleParser
 from hvdtrain.data.file_source import NAMED_BAD_SAMPLES, BadSamplesError, FileSource, OnError
-from hvdtrain.data.files import Paths, cache_folder, find_files, fingerprint
+from hvdtrain.data.files import Paths, cache_folder, find_files, fingerprint, name_of
 from hvdtrain.data.once import once_per_host
 from hvdtrain.data.pictures import first_line
 from hvdtrain.data.source import Structure
@@ -92,7 +92,7 @@ class TFRecordSource(FileSource):
 
     def __init__(self, files: Sequence[Path], parser: Any, *, names: Sequence[Path],
                  on_error: OnError, cache: Path, content_key: Callable[[], str] | None) -> None:
-        super().__init__(_name(names), on_error, content_key)
+        super().__init__(name_of(names), on_error, content_key)
         self._index = index_records(files, cache, self.index_count)
         self._parser = parser
         self._reader = RecordReader(files, self._index, self.count)
@@ -177,11 +177,6 @@ class TFRecordSource(FileSource):
                 raise DataError(f"{text} Write the file anew, or take the records before that "
                                 "place only, with on_error='skip'.")
             get_logger().warning(text)
-
-
-def _name(files: Sequence[Path]) -> str:
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    return f"{files[0]}{more}"
 
 
 def _all_plain(files: Sequence[Path], compression: Compression, folder: Path) -> tuple[Path, ...]:

@@ -25,10 +25,8 @@ from hvdtrain.collectives.base import Collective
 from hvdtrain.optim.eight_bits import BYTES_PER_NUMBER, rounded_means
 from hvdtrain.optim.kept_back import KeptBack, VariableKey
 from hvdtrain.optim.options import ReducerOptions
-from hvdtrain.optim.wire import Wire, joined, size_of
+from hvdtrain.optim.wire import BYTES_SHARE, Wire, joined, size_of
 
-BYTES_SHARE = 0.04
-"""At most this share of the bytes of an allreduce is sent, but of small tensors `LEAST_RANK`."""
 LEAST_RANK = 4
 """Of small matrices, which are few bytes, at least so much is sent: the last layer of a
 classifier suffers from less."""
@@ -123,8 +121,7 @@ class LowRankWire(Wire):
     def dense_bytes(self, shape: Sequence[int], itemsize: int) -> float:
         """See `Wire.dense_bytes`."""
         del itemsize
-        ranks = self._collective.size
-        return 2 * (ranks - 1) / ranks * self.form(shape).numbers * BYTES_PER_NUMBER
+        return super().dense_bytes([self.form(shape).numbers], 1) * BYTES_PER_NUMBER
 
 
 def _unit_columns(matrix: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hvdtrain.collectives.base import Collective
-from hvdtrain.config import Compression, Sparse, check_reduction
+from hvdtrain.config import SUMMED_APART, Compression, Sparse, check_reduction
 from hvdtrain.errors import ConfigError, OptimizerError
 from hvdtrain.log import get_logger
 
@@ -62,7 +62,7 @@ class ReducerOptions:
         if self.predivide != 1 and self.op != "average":
             raise ConfigError(f"predivide splits an average. Received: predivide="
                               f"{self.predivide:g} with op={self.op!r}")
-        if self.op == "adasum" and self.compression in ("bf16", "topk", "lowrank"):
+        if self.op == "adasum" and self.compression in SUMMED_APART:
             raise ConfigError(f"Adasum cannot be combined with compression={self.compression!r}: "
                               "use 'none' or 'fp16'.")
         if self.op == "adasum" and (self.sparse == "gather" or self.merge == "none"):

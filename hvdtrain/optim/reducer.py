@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
+from hvdtrain.config import SENT_IN_PART
 from hvdtrain.errors import OptimizerError
 from hvdtrain.log import get_logger
 from hvdtrain.optim import keras_seam, sparse
@@ -71,7 +72,7 @@ class GradientReducer:
     @property
     def keeps_back(self) -> bool:
         """Whether it leaves something for later."""
-        return self.collective.size > 1 and self._options.compression in ("topk", "lowrank")
+        return self.collective.size > 1 and self._options.compression in SENT_IN_PART
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any],

@@ -11,11 +11,8 @@ import tensorflow as tf
 from hvdtrain.collectives.base import Collective
 from hvdtrain.optim.kept_back import KeptBack, VariableKey
 from hvdtrain.optim.options import ReducerOptions
-from hvdtrain.optim.wire import Wire, joined, pack_bfloat16, size_of, unpack_bfloat16
+from hvdtrain.optim.wire import BYTES_SHARE, Wire, joined, pack_bfloat16, size_of, unpack_bfloat16
 
-BYTES_SHARE = 0.04
-"""At most this share of the bytes of an allreduce is sent, whatever `topk_ratio` says: each
-rank receives what all others send, so the bytes grow with the number of ranks."""
 _BLOCK = 1 << 16
 """The largest elements are looked for in each block of a gradient, so that an index within it
 takes two bytes."""
@@ -38,7 +35,10 @@ class TopKWire(Wire):
         self._kept_back = kept_back
 
     def kept(self, count: int) -> int:
-        """How many of `count` elements are sent; as many of each block."""
+        """How many of `count` elements are sent; as many of each block.
+
+        Each rank receives what all others send, so the share falls with the number of ranks.
+        """
         allowed = BYTES_SHARE * 2 * tf.float32.size / (_ENTRY_BYTES * self._collective.size)
         blocks = _blocks(count)
         share = min(self._options.topk_ratio, allowed) * count / blocks

@@ -19,6 +19,9 @@ from hvdtrain.optim.options import ReducerOptions
 NATIVE = (tf.float16, tf.float32, tf.float64)
 """What every collective can sum."""
 HALF_BYTES = 2
+BYTES_SHARE = 0.04
+"""Where gradients are sent in part, at most this share of the bytes of an allreduce; of small
+tensors it may be more."""
 
 
 class Wire(ABC):

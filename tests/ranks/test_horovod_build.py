@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -70,33 +69,15 @@ def _text(ranks: list[Finished]) -> str:
                      for index, rank in enumerate(ranks))
 
 
-def _stall(name: str, folder: Path) -> tuple[list[Finished], float]:
-    """The two ranks and how many seconds they took."""
-    folder.mkdir()
-    program = folder / "stalling.py"
+@pytest.mark.parametrize("name", ["both", "lonely"], ids=["cached tensor", "new tensor"])
+def test_stalled_tensor_is_reported_and_ends_the_job(name: str, tmp_path: Path) -> None:
+    program = tmp_path / "stalling.py"
     program.write_text(STALLING)
     env = _environment(HOROVOD_STALL_CHECK_TIME_SECONDS="2",
                        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="4")
     start = time.monotonic()
-    ranks = run_gloo_ranks([sys.executable, "-P", str(program), name], env=env, timeout_s=180)
-    return ranks, time.monotonic() - start
-
-
-@pytest.fixture(scope="module")
-def stalled(tmp_path_factory: pytest.TempPathFactory
-            ) -> dict[str, tuple[list[Finished], float]]:
-    """Both cases by name, at the same time: most of it is waiting for the limit."""
-    folder = tmp_path_factory.mktemp("stalled")
-    names = ("both", "lonely")
-    with ThreadPoolExecutor(len(names)) as pool:
-        return dict(zip(names, pool.map(lambda name: _stall(name, folder / name), names),
-                        strict=True))
-
-
-@pytest.mark.parametrize("name", ["both", "lonely"], ids=["cached tensor", "new tensor"])
-def test_stalled_tensor_is_reported_and_ends_the_job(
-        name: str, stalled: dict[str, tuple[list[Finished], float]]) -> None:
-    ranks, seconds = stalled[name]
+    ranks = run_gloo_ranks([sys.executable, "-P", str(program), name], env=env, timeout_s=90)
+    seconds = time.monotonic() - start
     text = _text(ranks)
     assert "for more than 2 seconds" in text, text
     assert f"Missing ranks:\n1!: [{name}]" in ranks[0].text, text

@@ -613,7 +613,6 @@ def test_what_is_sent_and_what_is_kept_back_are_the_whole(collective, options, r
         rest = kept[f"residual/{i}"].reshape(v.shape) * (size / share)
         np.testing.assert_allclose(sent[i] + rest, exact[i], atol=2e-6 * 10.0 ** (i - 3) * size)
     assert np.abs(rest).max() > 0
-    assert len(rank_session.collective.gather_objects(None)) == size
 
 
 @pytest.mark.parametrize("collective", KEPT_BACK)
@@ -715,7 +714,7 @@ def test_all_ranks_skip_or_apply_together_under_loss_scaling(
     moved = (1 - v.numpy()) / 0.1
     assert np.count_nonzero(moved)
     if compression != "topk":
-        np.testing.assert_allclose(moved, mean, atol=0.03)
+        np.testing.assert_allclose(moved, mean, atol=0.02)
     assert_same_everywhere(rank_session, [v, *optimizer.variables])
 
 
