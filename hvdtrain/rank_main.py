@@ -9,6 +9,7 @@ from typing import Any
 from hvdtrain.config import TrainConfig, config_from_json, config_to_json
 from hvdtrain.entry import load_job
 from hvdtrain.job import Job
+from hvdtrain.preload.child import is_forked
 from hvdtrain.run import run_job, with_default_output
 from hvdtrain.runtime import guard
 from hvdtrain.runtime.usage import start_usage
@@ -71,7 +72,7 @@ def _with_servers(job: Job, config: TrainConfig, world: World, assignment: Any,
     if assignment is not None:
         from hvdtrain.engines.parameter_server.child import run_child
         return run_child(assignment, job, config, guarded, dry_run=dry_run)
-    if "tensorflow" in sys.modules:
+    if "tensorflow" in sys.modules and not is_forked():
         # A Python job has loaded it, and it takes half a gigabyte. The same process begins anew.
         os.environ[SETTINGS_VARIABLE] = config_to_json(config)
         os.execv(sys.executable, _own_command())  # noqa: S606 - the command of this process

@@ -23,6 +23,8 @@ from hvdtrain.bench.summary import Spread, computed, spread, summarize
 from hvdtrain.bench.virtual_hosts import VirtualHosts
 from hvdtrain.errors import ConfigError
 from hvdtrain.launch.signals import SignalInbox
+from hvdtrain.preload.client import SOCKET_VARIABLE, Preloader
+from hvdtrain.preload.server import server_command
 
 REPORT_NAME = "report.json"
 _LAUNCH_HOST = "login"
@@ -70,6 +72,12 @@ def compare(plan: ComparePlan, environ: Mapping[str, str],
     _open_folder(plan)
     if plan.hosts:
         check_machine()
+    with _preloaded(plan, environ) as env:
+        return _compare(plan, env, say)
+
+
+def _compare(plan: ComparePlan, environ: Mapping[str, str],
+             say: Callable[[str], None]) -> dict[str, Any]:
     facts: dict[str, JobFacts] = {}
     for point in plan.points:
         if point.job not in facts:
@@ -201,6 +209,20 @@ def _do(plan: ComparePlan, run: Run, facts: Mapping[str, JobFacts], environ: Map
     if outcome.status != "ok":
         return Done(run=run, outcome=outcome, lines=lines)
     return Done(run=run, outcome=outcome, figures=figures, lines=lines)
+
+
+@contextlib.contextmanager
+def _preloaded(plan: ComparePlan, environ: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
+    """The environment for all runs, with a preloaded process from which they are forked.
+
+    Not with virtual hosts: each would need one of its own for its single rank.
+    """
+    if plan.hosts:
+        yield environ
+        return
+    env = {**environ, "OMP_NUM_THREADS": str(plan.threads)}
+    with contextlib.closing(Preloader(server_command(), env)) as preloader:
+        yield {**env, SOCKET_VARIABLE: preloader.path}
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import ConfigError, LaunchError
+from hvdtrain.preload.client import start_program
 
 MARK = "HVDTRAIN-JOB "
 """As in `job_probe.py`, which loads TensorFlow."""
@@ -44,19 +46,26 @@ def ask_job(job: str, environ: Mapping[str, str]) -> JobFacts:
         LaunchError: The job cannot be built; the message ends with what was printed.
     """
     command = [sys.executable, "-m", _MODULE, job]
-    try:
-        done = subprocess.run(command, env={"TF_CPP_MIN_LOG_LEVEL": "2", **environ}, text=True,
-                              errors="replace", capture_output=True, stdin=subprocess.DEVNULL,
-                              timeout=_LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        raise LaunchError(f"The job {job} was not built in {_LIMIT_S:g} s. Expected that its "
-                          "model and data are made in less; train it alone first: hvdtrain fit "
-                          f"{job}") from None
-    for line in done.stdout.splitlines():
+    with tempfile.TemporaryFile() as output:
+        process = start_program(command, env={"TF_CPP_MIN_LOG_LEVEL": "2", **environ},
+                                stdin=subprocess.DEVNULL, stdout=output.fileno(),
+                                stderr=subprocess.STDOUT)
+        try:
+            code = process.wait(_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise LaunchError(f"The job {job} was not built in {_LIMIT_S:g} s. Expected that its "
+                              "model and data are made in less; train it alone first: hvdtrain "
+                              f"fit {job}") from None
+        finally:
+            process.kill()
+            process.wait()
+        output.seek(0)
+        lines = output.read().decode(errors="replace").strip().splitlines()
+    for line in lines:
         if line.startswith(MARK):
             return JobFacts(**json.loads(line.removeprefix(MARK)))
-    said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-_SHOWN_LINES:])
-    raise LaunchError(f"The job {job} cannot be built (exit code {done.returncode}):\n{said}")
+    said = "\n".join(lines[-_SHOWN_LINES:])
+    raise LaunchError(f"The job {job} cannot be built (exit code {code}):\n{said}")
 
 
 def check_epochs(job: str, facts: JobFacts, epochs: int | None) -> None:

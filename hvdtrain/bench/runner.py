@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from hvdtrain.launch.signals import SignalInbox
+from hvdtrain.preload.client import Process, start_program
 
 Status = Literal["ok", "failed", "timeout", "interrupted"]
 LOG_NAME = "output.log"
@@ -40,6 +41,8 @@ def run_once(command: Sequence[str], *, folder: Path, env: Mapping[str, str], ti
              inbox: SignalInbox) -> Outcome:
     """Run a command to its end; what it prints goes to `output.log` in `folder`.
 
+    It runs in a fork where `env` names a preloaded process.
+
     Args:
         command: The words.
         folder: Path of the run's own folder, which exists.
@@ -50,15 +53,14 @@ def run_once(command: Sequence[str], *, folder: Path, env: Mapping[str, str], ti
     log = folder / LOG_NAME
     began = time.monotonic()
     with log.open("wb") as stream:
-        process = subprocess.Popen(command, env=dict(env), stdin=subprocess.DEVNULL,
-                                   stdout=stream, stderr=subprocess.STDOUT,
-                                   start_new_session=True)
+        process = start_program(command, env=env, stdin=subprocess.DEVNULL,
+                                stdout=stream.fileno(), stderr=subprocess.STDOUT)
         try:
             stopped = _wait(process, began + timeout_s, inbox)
         finally:
             if process.poll() is None:
                 _kill(process)
-    code = process.returncode
+    code = process.wait()
     status: Status = stopped or ("ok" if code == 0 else "failed")
     return Outcome(status=status, exit_code=128 - code if code < 0 else code,
                    wall_s=time.monotonic() - began, lines=tail(log))
@@ -72,7 +74,7 @@ def tail(log: Path) -> tuple[str, ...]:
     return tuple([line for line in lines if line][-_TAIL_LINES:])
 
 
-def _wait(process: subprocess.Popen[bytes], deadline: float,
+def _wait(process: Process, deadline: float,
           inbox: SignalInbox) -> Literal["timeout", "interrupted"] | None:
     """Wait for the end; why it was stopped, or None."""
     stopped: Literal["timeout", "interrupted"] | None = None
@@ -106,7 +108,7 @@ def _ended(pid: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _tell(process: subprocess.Popen[bytes], number: int) -> None:
+def _tell(process: Process, number: int) -> None:
     """Signal the command; on a virtual host, which `nsenter` has entered, the program there."""
     pids = [process.pid]
     if Path(str(process.args[0])).name == "nsenter":  # type: ignore[index]
@@ -118,7 +120,7 @@ def _tell(process: subprocess.Popen[bytes], number: int) -> None:
             os.kill(pid, number)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

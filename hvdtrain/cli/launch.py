@@ -71,6 +71,9 @@ def launch_command(
     grace: Annotated[float, typer.Option(
         metavar="SECONDS", help="From SIGTERM to SIGKILL when the job is told to stop."
     )] = LaunchOptions.grace_s,
+    preload: Annotated[bool, typer.Option(
+        "--preload", help="Import TensorFlow once per host and fork the ranks from there."
+    )] = LaunchOptions.preload,
     verbose: Annotated[bool, typer.Option(
         "--verbose", "-v", help="Show the plan, and the output of every rank.")] = False,
     dry_run: Annotated[bool, typer.Option(
@@ -101,7 +104,8 @@ def launch_command(
     options = LaunchOptions(
         command=rank_command(command, collective), np=np, hosts=hosts, hostfile=hostfile,
         starter=starter, env=tuple(env or ()), output=output, timeout_s=timeout, grace_s=grace,
-        verbose=verbose or command[0] == "world", collective=collective_of(command, collective),
+        preload=preload, verbose=verbose or command[0] == "world",
+        collective=collective_of(command, collective),
         remote=RemoteOptions(port=ssh_port, identity_file=ssh_identity_file),
         network_interface=split_networks(network_interface),
         start_timeout_s=start_timeout, elastic=ElasticOptions(

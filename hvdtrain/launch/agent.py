@@ -6,9 +6,11 @@ standard input, so that nothing need be installed there to see why a rank cannot
 1. Reads a line `{"peers": [HOST, ...]}`, some of the hosts to which this one needs a way.
 2. Writes `HVDTRAIN-AGENT {...}` with the facts of this host.
 3. Reads a line with a size, and so many bytes of JSON with the work: command, directory, ranks
-   with their environments, grace_s, lease_s (0: for ever).
+   with their environments, grace_s, lease_s (0: for ever), and `preload` where ranks are to be
+   forked: the text of `preload/client.py`, and, unless their environment names a preloaded process,
+   the words that start one.
 4. Reads lines `{"signal": N}` for every rank, `{"pause": true}`, and `{}` as a sign of life. Writes
-   JSON lines `exit`, and `output` followed by as many bytes as it says.
+   JSON lines `exit`, `note` for the user, and `output` followed by as many bytes as it says.
 
 When standard input closes, or brings nothing for `lease_s`, the launcher has gone, however it
 ended: the ranks get SIGTERM, then SIGKILL. When the agent itself is killed, a second process, the
@@ -30,6 +32,7 @@ import struct
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +42,7 @@ _SIOCGIFADDR = 0x8915
 _DISCARD_PORT = 9
 _CHUNK = 65536
 _FIRST_LEASE_S = 60
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 _CUT_OFF_GRACE_S = 3.0
 """Ranks whose host is cut off cannot agree to stop."""
 
@@ -50,7 +54,15 @@ class Agent:
         self._work = work
         self._keeper = keeper
         self._selector = selectors.DefaultSelector()
-        self._ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self._ranks: dict[int, Any] = {}
+        """Processes: those of `subprocess`, and forks, which have the same names."""
+        self._starting: dict[int, Any] = {}
+        """Forks that were asked for and have not begun."""
+        self._client = types.ModuleType("client")
+        """`preload/client.py`, where ranks are to be forked."""
+        if work["preload"]:
+            exec(work["preload"]["client"], self._client.__dict__)  # noqa: S102 - of our launcher
+        self._preloader: Any = None
         self._kill_at: float | None = None
         self._rest = b""
         self._wake_read, self._wake_write = os.pipe()
@@ -63,7 +75,7 @@ class Agent:
         self._renew_lease()
         for rank, env in self._work["ranks"].items():
             self._start(int(rank), env)
-        while self._ranks:
+        while self._ranks or self._starting:
             wait = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
             for key, _ in self._selector.select(wait):
                 if key.fd in self._selector.get_map():  # an earlier event may have closed it
@@ -71,11 +83,47 @@ class Agent:
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._signal_all(signal.SIGKILL)
                 self._kill_at = None
+        if self._preloader is not None:
+            self._preloader.close()
 
     def _watch(self, descriptor: int, action: Callable[[], None]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, action)
 
     def _start(self, rank: int, env: dict[str, str]) -> None:
+        preload = self._work["preload"]
+        if preload is None:
+            self._start_new(rank, env)
+            return
+        if self._client.SOCKET_VARIABLE not in env:
+            self._preloader = self._preloader or self._client.Preloader(preload["server"], env)
+            env[self._client.SOCKET_VARIABLE] = self._preloader.path
+        try:
+            fork = self._client.ForkedProgram(
+                env[self._client.SOCKET_VARIABLE], self._work["command"], env=env,
+                cwd=self._work["directory"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE)
+        except self._client.RefusedError as error:
+            self._refused(rank, env, str(error))
+        else:
+            self._starting[rank] = fork
+            self._watch(fork.fileno(), lambda: self._begin(rank, env))
+
+    def _begin(self, rank: int, env: dict[str, str]) -> None:
+        """A fork runs, or is refused."""
+        fork = self._starting.pop(rank)
+        self._selector.unregister(fork.fileno())
+        try:
+            fork.begin()
+        except self._client.RefusedError as error:
+            self._refused(rank, env, str(error))
+        else:
+            self._started(rank, fork)
+
+    def _refused(self, rank: int, env: dict[str, str], why: str) -> None:
+        _send({"type": "note", "text": f"ranks are started as new processes: {why}"})
+        self._start_new(rank, env)
+
+    def _start_new(self, rank: int, env: dict[str, str]) -> None:
         libc, agent = ctypes.CDLL(None), os.getpid()
 
         def prepare() -> None:
@@ -92,6 +140,9 @@ class Agent:
             _send({"type": "exit", "rank": rank, "code": 127, "time": time.time(),
                    "reason": f"cannot be started: {error}"})
             return
+        self._started(rank, process)
+
+    def _started(self, rank: int, process: Any) -> None:
         self._ranks[rank] = process
         self._tell_keeper(f"+{process.pid}")
         for stream in (process.stdout, process.stderr):
@@ -109,11 +160,12 @@ class Agent:
 
         self._watch(descriptor, read)
 
-    def _ended(self, rank: int, process: subprocess.Popen[bytes], pidfd: int) -> None:
+    def _ended(self, rank: int, process: Any, pidfd: int) -> None:
         at = time.time()
+        # First its group: while nobody has waited for it no other process has its number.
+        _signal_group(process.pid, signal.SIGKILL)
         code = process.wait()
         del self._ranks[rank]
-        _signal_group(process.pid, signal.SIGKILL)
         self._tell_keeper(f"-{process.pid}")
         self._selector.unregister(pidfd)
         os.close(pidfd)
@@ -175,6 +227,12 @@ class Agent:
             # A rank that somebody has stopped would not see the request to end.
             deaf = number == signal.SIGTERM and _is_stopped(process.pid)
             _signal_group(process.pid, signal.SIGKILL if deaf else number)
+        for rank in list(self._starting) if number in _ENDING else ():
+            fork = self._starting.pop(rank)
+            self._selector.unregister(fork.fileno())
+            fork.abandon()
+            _send({"type": "exit", "rank": rank, "code": -number, "time": time.time(),
+                   "reason": ""})
 
 
 def _signal_group(pid: int, number: int) -> None:

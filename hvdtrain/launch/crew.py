@@ -6,12 +6,16 @@ import os
 import selectors
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 from hvdtrain.errors import MachineError
 from hvdtrain.hosts import rank_variables
 from hvdtrain.launch.link import LEASE_S, AgentLink, StartProcess
 from hvdtrain.launch.network import choose_interface, rendezvous_address
 from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.preload import client as preload_client
+from hvdtrain.preload.client import SOCKET_VARIABLE
+from hvdtrain.preload.server import server_command
 from hvdtrain.world.rendezvous import gloo_variables
 
 _ANSWER_LIMIT_S = 60.0
@@ -23,7 +27,8 @@ _POLL_S = 0.1
 _REAP_S = 2.0
 
 # They belong to this host, this terminal or this login.
-_OF_THIS_HOST = {"HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_", "DISPLAY", "WINDOWID", "XAUTHORITY"}
+_OF_THIS_HOST = {"HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_", "DISPLAY", "WINDOWID", "XAUTHORITY",
+                 SOCKET_VARIABLE}
 _OF_THIS_LOGIN = ("SSH_", "XDG_", "BASH_FUNC_", "DBUS_SESSION_")
 
 
@@ -85,9 +90,16 @@ class Crew:
             ranks = {slot.rank: shared | rank_variables(slot, self._plan.np)
                      for slot in self._plan.slots if slot.host == host}
             link.send_work({"command": self._plan.argv, "directory": os.getcwd(), "ranks": ranks,
-                            "grace_s": self._plan.grace_s,
+                            "grace_s": self._plan.grace_s, "preload": self._preload(),
                             # On this host the end of the launcher closes the pipe.
                             "lease_s": 0 if link.is_local else LEASE_S})
+
+    def _preload(self) -> dict[str, object] | None:
+        """What an agent needs to take its ranks from a preloaded process."""
+        if not self._plan.preload:
+            return None
+        return {"server": server_command(),
+                "client": Path(preload_client.__file__).read_text(encoding="utf-8")}
 
     def send(self, message: dict[str, object]) -> None:
         """Send a control message to every agent."""

@@ -54,6 +54,7 @@ class NativeJob:
         self._crew = Crew(plan)
         self._selector = selectors.DefaultSelector()
         self._gave_up = False
+        self._notes: set[str] = set()
 
     def run(self, start: StartProcess, env: Mapping[str, str], inbox: SignalInbox,
             port: int) -> int:
@@ -123,12 +124,20 @@ class NativeJob:
             self._lose(link)
 
     def _handle(self, link: AgentLink, message: dict[str, Any], payload: bytes) -> None:
+        if message["type"] == "note":
+            self._note(f"{link.host}: {message['text']}")
+            return
         rank = message["rank"]
         if message["type"] == "output":
             self._console.feed(rank, message["stream"], payload)
         else:
             offset_s = link.facts.clock_offset_s if link.facts is not None else 0.0
             self._ended(rank, message["code"], message["time"], message["reason"], offset_s)
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes:  # each rank of a host has the same one
+            self._notes.add(text)
+            self._console.say(text)
 
     def _ended(self, rank: int, code: int, time_s: float, reason: str, offset_s: float) -> None:
         self._console.finish(rank)

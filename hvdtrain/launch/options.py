@@ -58,6 +58,8 @@ class LaunchOptions:
     verbose: bool = False
     """Show the standard output of every rank, not only of the chief."""
     collective: str = "auto"
+    preload: bool = False
+    """Fork the ranks of each host from one process that has imported TensorFlow."""
     remote: RemoteOptions = field(default_factory=RemoteOptions)
     """How other hosts are reached."""
     network_interface: tuple[str, ...] = ()

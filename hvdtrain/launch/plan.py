@@ -15,6 +15,7 @@ from hvdtrain.launch.options import LaunchOptions
 from hvdtrain.launch.places import allocation_hosts, in_allocation, in_mpijob, place_ranks
 from hvdtrain.launch.remote_shell import RemoteOptions, kubectl_of
 from hvdtrain.launch.starters import choose_starter
+from hvdtrain.preload.client import SOCKET_VARIABLE
 from hvdtrain.world.failure import REPORT_VARIABLE
 from hvdtrain.world.network import NETWORK_VARIABLE
 
@@ -49,6 +50,8 @@ class LaunchPlan:
     timeout_s: float | None = None
     grace_s: float = field(default=LaunchOptions.grace_s)
     verbose: bool = False
+    preload: bool = False
+    """Whether the ranks of a host are forked from a preloaded process."""
     local_hosts: frozenset[str] = frozenset({"localhost", "127.0.0.1"})
     """The hosts of the plan that are this one."""
     remote: RemoteOptions = field(default_factory=RemoteOptions)
@@ -73,6 +76,9 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str],
     starter, notes = choose_starter(options, facts, len(slots),
                                     in_allocation=in_allocation(environ))
     _check_places(environ, facts, starter, slots)
+    if options.preload and starter != "native":
+        raise LaunchError(f"--preload is of the starter native, but the starter is {starter}. "
+                          "Leave it out, or add --starter native.")
     user = _user_env(options, environ)
     env = _starter_env(starter, options, environ, facts, slots) | user
     request = Request(options=options, slots=slots, facts=facts, exported=tuple(sorted(user)),
@@ -84,7 +90,9 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str],
         starter=starter, np=len(slots), slots=slots, argv=COMMANDS[starter](request), env=env,
         unset=_STALE + (_STALE_IN_SRUN if starter == "srun" else ()), notes=notes,
         output=options.output, timeout_s=options.timeout_s, grace_s=options.grace_s,
-        verbose=options.verbose, local_hosts=local_hosts(facts) & {slot.host for slot in slots},
+        verbose=options.verbose,
+        preload=starter == "native" and (options.preload or SOCKET_VARIABLE in environ),
+        local_hosts=local_hosts(facts) & {slot.host for slot in slots},
         remote=replace(options.remote, kubectl=kubectl_of(environ)),
         network_interface=options.network_interface,
         start_timeout_s=_start_timeout_s(options, environ),

@@ -28,6 +28,8 @@ def render(plan: LaunchPlan) -> str:
         lines.append(f"# logs: {plan.output}/rank.N.log")
     if plan.timeout_s is not None:
         lines.append(f"# ended after {plan.timeout_s:g} s")
+    if plan.preload:
+        lines.append("# the ranks of a host are forked from one process with TensorFlow loaded")
     if plan.starter == "native":
         lines.append("# each rank, with its HOROVOD_RANK, HOROVOD_SIZE, ... and a Gloo rendezvous:")
     lines.append(_command(plan))

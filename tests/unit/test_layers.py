@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 LAYERS = {
     "base": ("cache", "errors", "log", "optional"),
     "facts": ("config", "engine_config", "settings", "hosts", "world", "job", "horovod_check"),
+    "preload": ("preload",),
     "driver": ("launch", "submit"),
     "doctor": ("doctor",),
     "bench": ("bench",),
@@ -31,9 +32,10 @@ LAYERS = {
 ALLOWED = {
     "base": set(),
     "facts": {"base"},
-    "driver": {"base", "facts"},
+    "preload": set(),
+    "driver": {"base", "facts", "preload"},
     "doctor": {"base", "facts", "driver"},
-    "bench": {"base", "facts", "driver"},
+    "bench": {"base", "facts", "preload", "driver"},
     "runtime": {"base", "facts"},
     "collectives": {"base", "facts", "runtime"},
     "data": {"base", "facts", "collectives"},
@@ -41,8 +43,8 @@ ALLOWED = {
     "zoo": {"base", "facts", "data"},
     "build": {"base", "facts"},
     "train": {"base", "facts", "runtime", "collectives", "data", "optim"},
-    "engines": {"base", "facts", "runtime", "collectives", "data", "optim", "train"},
-    "entry": {"base", "facts", "runtime", "collectives", "data", "optim", "zoo", "train",
+    "engines": {"base", "facts", "preload", "runtime", "collectives", "data", "optim", "train"},
+    "entry": {"base", "facts", "preload", "runtime", "collectives", "data", "optim", "zoo", "train",
               "engines"},
     "top": set(LAYERS) - {"top"},
 }

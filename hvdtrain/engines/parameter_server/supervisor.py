@@ -26,6 +26,7 @@ from hvdtrain.engines.parameter_server.health import Health
 from hvdtrain.engines.parameter_server.roles import Assignment
 from hvdtrain.errors import EXIT_RUN_FAILED, EXIT_STOPPED, HvdtrainError, WorldError
 from hvdtrain.log import get_logger
+from hvdtrain.preload.client import Process, start_program
 from hvdtrain.runtime.stop import StopFlag
 from hvdtrain.runtime.store import Store
 from hvdtrain.world.failure import signal_name
@@ -107,9 +108,9 @@ class Supervisor:
                 self._child.wait()
             time.sleep(_POLL_S)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            self._argv, stdin=subprocess.PIPE, start_new_session=True,
+    def _start(self) -> Process:
+        return start_program(
+            self._argv, stdin=subprocess.PIPE,
             env={**self._environ, ASSIGNMENT_VARIABLE: self._assignment.to_json()})
 
     def _is_final(self, code: int) -> bool:
