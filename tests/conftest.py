@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest_plugins = ["tests.rank_runs"]
+pytest_plugins = ["tests.preload", "tests.rank_runs"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,13 +21,14 @@ LIBRARY_THREADS = ("ThreadPoolExecutor", "tf_", "asyncio")
 
 
 def _children() -> set[int]:
+    from tests import preload  # pytest rewrites it when it registers the plugins above
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
         try:
             found.update(map(int, (task / "children").read_text().split()))
         except (FileNotFoundError, ProcessLookupError):
             continue
-    return found
+    return found - preload.processes()
 
 
 def _threads() -> set[threading.Thread]:

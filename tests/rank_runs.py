@@ -1,10 +1,11 @@
 """Multi-rank tests as ordinary tests: `@pytest.mark.ranks(n, collective="horovod-gloo")`.
 
 Under plain pytest, all selected tests of one folder with the same size and collective run in one
-launch (`hvdtrain launch ... -- python -m pytest FILE::TEST ...`), since each launch imports
-TensorFlow. On the ranks they are ordinary tests; each rank writes its outcomes to a file, and a
-test passes if it passed on every rank. After a failure on the same line of all ranks they go on
-with the next test; after any other they end, since some may wait for the others in a collective.
+launch (`hvdtrain launch ... -- python -m pytest FILE::TEST ...`), whose ranks are forked from a
+process with TensorFlow (`tests/preload.py`). On the ranks they are ordinary tests; each rank writes
+its outcomes to a file, and a test passes if it passed on every rank. After a failure on the same
+line of all ranks they go on with the next test; after any other they end, since some may wait for
+the others in a collective.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from tests import preload
 
 RESULTS_VARIABLE = "HVDTRAIN_TEST_RESULTS"
 COLLECTIVE_VARIABLE = "HVDTRAIN_TEST_COLLECTIVE"
@@ -127,16 +130,21 @@ def run_group(key, tests, root):
     _, n, collective = key
     starter = "native" if collective == "horovod-gloo" else "mpirun"
     with tempfile.TemporaryDirectory(prefix="hvdtrain-ranks-") as folder:
+        program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
         command = [
             sys.executable, "-m", "hvdtrain", "launch", "-np", str(n), "--starter", starter,
-            "--collective", collective, "-v", "--", sys.executable, "-m", "pytest",
-            "-q", "-p", "no:cacheprovider", *tests]
-        environ = {**os.environ, RESULTS_VARIABLE: folder, COLLECTIVE_VARIABLE: collective,
-                   SIZE_VARIABLE: str(n), "TF_CPP_MIN_LOG_LEVEL": "3",
+            "--collective", collective, "-v", "--",
+            # mpirun adds its own folder to LD_LIBRARY_PATH.
+            *(program if starter == "native" else
+              ["env", f"LD_LIBRARY_PATH={os.environ.get('LD_LIBRARY_PATH', '')}",
+               *preload.forked(*program)])]
+        environ = {**os.environ, **preload.environment(), RESULTS_VARIABLE: folder,
+                   COLLECTIVE_VARIABLE: collective, SIZE_VARIABLE: str(n),
                    # Ranks would tidy up each other's temporary folders of former runs.
                    "PYTEST_DEBUG_TEMPROOT": folder}
         started = time.monotonic()
         code, output = run_while_tests_end(command, Path(folder), cwd=root, env=environ)
+        assert not preload.refusals(output), output
         return collect(Path(folder), n, tests, code, output, time.monotonic() - started)
 
 

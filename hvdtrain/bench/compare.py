@@ -215,9 +215,10 @@ def _do(plan: ComparePlan, run: Run, facts: Mapping[str, JobFacts], environ: Map
 def _preloaded(plan: ComparePlan, environ: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
     """The environment for all runs, with a preloaded process from which they are forked.
 
-    Not with virtual hosts: each would need one of its own for its single rank.
+    One that the environment names already serves as well. None is used with virtual hosts: each
+    would need one of its own for its single rank.
     """
-    if plan.hosts:
+    if plan.hosts or SOCKET_VARIABLE in environ:
         yield environ
         return
     env = {**environ, "OMP_NUM_THREADS": str(plan.threads)}

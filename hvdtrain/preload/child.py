@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -139,10 +140,11 @@ def _set_streams(start: Start) -> None:
         os.dup2(descriptor, number)
     for descriptor in start.streams:
         os.close(descriptor)
+    unbuffered = start.program.unbuffered or bool(start.env.get("PYTHONUNBUFFERED"))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(  # type: ignore[union-attr]
-            line_buffering=stream is sys.stderr or stream.isatty(),
-            write_through=start.program.unbuffered or bool(start.env.get("PYTHONUNBUFFERED")))
+            line_buffering=not unbuffered and (stream is sys.stderr or stream.isatty()),
+            write_through=unbuffered)
 
 
 def _words(program: Program) -> list[str]:
@@ -196,7 +198,9 @@ def run(program: Program) -> None:
         runpy.run_module(program.what, run_name="__main__", alter_sys=True)
     else:
         _add_to_path(program, os.path.dirname(os.path.realpath(program.what)))
-        runpy.run_path(program.what, run_name="__main__")
+        path = os.path.join(os.getcwd(), program.what)
+        main.__dict__.update(__file__=path, __loader__=SourceFileLoader("__main__", path))
+        exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)  # noqa: S102
 
 
 def _add_to_path(program: Program, folder: str) -> None:

@@ -159,7 +159,7 @@ class ForkedProgram:
 
     def send_signal(self, number: int) -> None:
         """Signal the process; nothing where it has ended."""
-        if self.poll() is None:
+        if self.returncode is None:  # nobody has waited for it, so the number is its own
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 

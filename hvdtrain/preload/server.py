@@ -49,6 +49,7 @@ _SAME_FOR_CHILDREN = ("net", "mnt", "ipc", "uts", "user", "cgroup")
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 _REQUEST_LIMIT_BYTES = 1 << 24
 _CHUNK = 65536
+_STREAMS = ("input", "output", "error")
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -138,7 +139,7 @@ class Server:
 
     def _read(self, client: _Client) -> Start | None:
         try:
-            data, streams, _, _ = socket.recv_fds(client.connection, _CHUNK, 3)
+            data, streams, _, _ = socket.recv_fds(client.connection, _CHUNK, len(_STREAMS))
         except ConnectionError:
             data, streams = b"", []
         client.streams += streams
@@ -150,15 +151,26 @@ class Server:
         return None
 
     def _answer(self, client: _Client) -> Start | None:
-        request = json.loads(client.data)
-        why = self._why_not(request["env"])
-        program = python_program(request["command"], request["env"], request["cwd"])
-        if why or isinstance(program, str):
-            self._refuse(client, why or str(program))
+        try:
+            start = self._parse(json.loads(client.data), tuple(client.streams))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            start = f"that is not a request ({type(error).__name__}: {error})"
+        if isinstance(start, str):
+            self._refuse(client, start)
             return None
-        return self._fork(client, Start(
-            program=program, env=request["env"], cwd=request["cwd"], streams=client.streams,
-            affinity=request["affinity"], umask=request["umask"], ignored=request["ignored"]))
+        return self._fork(client, start)
+
+    def _parse(self, request: dict[str, Any], streams: tuple[int, ...]) -> Start | str:
+        """What is to be started, or why it cannot be."""
+        if len(streams) != len(_STREAMS):
+            raise ValueError(f"it has {len(streams)} descriptors for {', '.join(_STREAMS)}")
+        program = python_program(request["command"], request["env"], request["cwd"])
+        why = self._why_not(request["env"])
+        if why or isinstance(program, str):
+            return why or str(program)
+        return Start(program=program, streams=streams, env=request["env"], cwd=request["cwd"],
+                     affinity=request["affinity"], umask=request["umask"],
+                     ignored=request["ignored"])
 
     def _why_not(self, environ: Mapping[str, str]) -> str:
         theirs = _counting(environ)

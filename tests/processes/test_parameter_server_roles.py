@@ -13,17 +13,19 @@ from pathlib import Path
 
 import pytest
 
+from tests import preload
+
 ROOT = Path(__file__).parents[2]
 JOB = str(ROOT / "examples/digits_mlp.toml")
 FIT = [sys.executable, "-m", "hvdtrain", "fit", JOB, "--engine", "ps", "--no-tensorboard"]
 VARIABLE = b"HVDTRAIN_PS_ASSIGNMENT="
-STARTERS = ("HOROVOD_", "OMPI_", "PMI", "SLURM_", "HVDTRAIN_", "TF_CONFIG")
 
 
-def environment(**more):
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(STARTERS)}
+def environment(*, forked=True, **more):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(preload.STARTERS)}
     bin_ = str(Path(sys.executable).parent)
-    return kept | {"PATH": f"{bin_}:{kept['PATH']}", "TF_CPP_MIN_LOG_LEVEL": "3"} | more
+    return (kept | {"PATH": f"{bin_}:{kept['PATH']}", "TF_CPP_MIN_LOG_LEVEL": "3"} | more
+            | (preload.environment() if forked else {}))
 
 
 def roles(mark):
@@ -41,9 +43,9 @@ def roles(mark):
 
 
 class Run:
-    """A launch whose output can be waited for."""
+    """A launch whose output can be waited for; of new processes where these are what is tested."""
 
-    def __init__(self, folder, *options, np=4, before=(), job=JOB):
+    def __init__(self, folder, *options, np=4, before=(), job=JOB, forked=True):
         self.folder = folder
         fit = [job if word == JOB else word for word in FIT]
         self.log = (folder / "log").open("w+")
@@ -51,7 +53,7 @@ class Run:
             [*(before or [sys.executable, "-m", "hvdtrain", "launch", "-v", "-np", str(np),
                           "--timeout", "150"]), *(fit[3:] if not before else fit),
              "--output", str(folder / "run"), *options],
-            cwd=ROOT, env=environment(), stdout=self.log, stderr=subprocess.STDOUT)
+            cwd=ROOT, env=environment(forked=forked), stdout=self.log, stderr=subprocess.STDOUT)
 
     def text(self):
         return (self.folder / "log").read_text()
@@ -135,7 +137,8 @@ def memory_of_supervisors(mark):
 
 def test_a_budget_that_is_spent_ends_the_run_with_a_name(run):
     """With a Python job, which loads TensorFlow: supervisors must not keep it."""
-    one = run("--epochs", "200", "--max-restarts", "0", np=3, job=JOB.replace(".toml", ".py"))
+    one = run("--epochs", "200", "--max-restarts", "0", np=3, job=JOB.replace(".toml", ".py"),
+              forked=False)
     one.wait_for("Epoch 2/")
     used = memory_of_supervisors(str(one.folder))
     assert len(used) == 3
@@ -195,7 +198,8 @@ def test_tf_config_names_the_roles(tmp_path):
     cluster = {kind: [f"127.0.0.1:{port}"] for kind, port in
                zip(("chief", "worker", "ps"), ports(3), strict=True)}
     started = {kind: subprocess.Popen(
-        [*FIT, "--epochs", "2", "--output", str(tmp_path / "run"), "--evaluator"], cwd=ROOT,
+        [*preload.forked(*FIT), "--epochs", "2", "--output", str(tmp_path / "run"),
+         "--evaluator"], cwd=ROOT,
         env=environment(TF_CONFIG=tf_config(cluster, kind)), stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True) for kind in (*cluster, "evaluator")}
     try:
@@ -213,7 +217,8 @@ def test_a_missing_peer_is_named(tmp_path):
     cluster = {kind: [f"127.0.0.1:{port}"] for kind, port in
                zip(("chief", "worker", "ps"), ports(3), strict=True)}
     done = subprocess.run(
-        [*FIT, "--output", str(tmp_path / "run"), "--ps-start-timeout", "3"], cwd=ROOT,
+        [*preload.forked(*FIT), "--output", str(tmp_path / "run"), "--ps-start-timeout", "3"],
+        cwd=ROOT,
         env=environment(TF_CONFIG=tf_config(cluster, "chief")), capture_output=True, text=True,
         timeout=60, check=False)
     assert done.returncode == 2

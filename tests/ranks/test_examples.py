@@ -1,12 +1,15 @@
 """The examples run as their first lines say, and learn."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import preload
 
 ROOT = Path(__file__).resolve().parents[2]
 HVDTRAIN = str(Path(sys.executable).parent / "hvdtrain")
@@ -16,8 +19,9 @@ pytestmark = pytest.mark.slow
 
 def run(*command):
     done = subprocess.run([str(c) for c in command], cwd=ROOT, text=True, capture_output=True,
-                          timeout=300, check=False)
+                          timeout=300, check=False, env={**os.environ, **preload.environment()})
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert not preload.refusals(done.stderr), done.stderr
     return done.stdout
 
 

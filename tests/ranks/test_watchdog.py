@@ -17,6 +17,8 @@ import h5py
 import numpy as np
 import pytest
 
+from tests import preload
+
 STEPS = 40
 JOB = f"""
 import os
@@ -97,8 +99,8 @@ def start(folder, fault, *options):
     return subprocess.Popen(
         [str(Path(sys.executable).with_name("hvdtrain")), "launch", "-np", "2", "fit", "job.py",
          *map(str, options)],
-        cwd=folder, env={**os.environ, "FAULT": fault}, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE)
+        cwd=folder, env={**os.environ, **preload.environment(), "FAULT": fault}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def finish(process):
@@ -109,6 +111,7 @@ def finish(process):
         process.kill()
         out, err = process.communicate()
         raise AssertionError(f"the launch does not end:\n{out}\n{err}") from None
+    assert not preload.refusals(err), err
     return process.returncode, out, err
 
 
