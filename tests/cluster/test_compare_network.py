@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+#: 256 KiB (`VirtualHosts`) at 100 Mbit/s.
+BURST_S = 256 * 1024 * 8 / 100e6
 JOB = """
 [model]
 name = "mlp"
@@ -48,7 +50,8 @@ def test_two_hosts_with_a_slow_network(tmp_path: Path) -> None:
         sent = told["summary"]["roles"][role]["bytes_sent"]["median"]
         # Counters are read five times a second: the ends of a few seconds are not sharp.
         assert 0.8 <= sent / told["computed"]["roles"][role] <= 1.25, done.stdout
-    for told in (ring, servers):
+    # Never faster than the network; the burst of the limiter is the tolerance. Workers of servers
+    # pull, then push: the burst of one direction fills up while the other one is in use.
+    for told, tolerance_s in ((ring, 0.1 * ring["computed"]["seconds"]), (servers, 2 * BURST_S)):
         step_s = told["summary"]["step_ms"]["median"] / 1000
-        # Never faster than the network; the burst of the limiter is the tolerance.
-        assert step_s >= 0.9 * told["computed"]["seconds"], done.stdout
+        assert step_s >= told["computed"]["seconds"] - tolerance_s, done.stdout
