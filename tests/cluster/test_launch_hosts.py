@@ -337,3 +337,20 @@ def test_the_launcher_itself_leaves_nothing_in_tmp(quiet_hosts: VirtualHosts, ma
     before = set(os.listdir("/tmp"))
     launch(quiet_hosts, "-H", ALL, *shell("true", mark))
     assert not {name for name in set(os.listdir("/tmp")) - before if name.startswith("hvdtrain")}
+
+
+def test_each_host_forks_its_ranks_from_a_process_of_its_own(quiet_hosts: VirtualHosts, mark: str
+                                                             ) -> None:
+    program = ("import os, socket, sys; parent = os.getppid(); "
+               "words = open(f'/proc/{parent}/cmdline').read(); "
+               "print(socket.gethostname(), parent, 'preload.server' in words, "
+               "'tensorflow' in sys.modules, file=sys.stderr)")
+    done = launch(quiet_hosts, "-H", "hosta:2,hostb:1", "--preload", "--", sys.executable, "-c",
+                  program, mark, timeout=60.0)
+    assert done.returncode == 0, done.stdout
+    found = [line.split() for line in re.findall(r"^\[\d\] (.*)$", done.stdout, re.MULTILINE)]
+    assert sorted((host, *rest) for host, _, *rest in found) == [
+        ("hosta", "True", "True"), ("hosta", "True", "True"), ("hostb", "True", "True")]
+    assert len({(host, parent) for host, parent, *_ in found}) == 2
+    assert "as new processes" not in done.stdout
+    assert_gone(quiet_hosts, "preload.server")

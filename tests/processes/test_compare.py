@@ -12,6 +12,7 @@ import pytest
 
 from hvdtrain.bench.runner import run_once
 from hvdtrain.launch.signals import SignalInbox
+from tests import preload
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPARE = (sys.executable, "-m", "hvdtrain", "compare")
@@ -65,6 +66,8 @@ def test_engines_are_compared_and_one_that_fails_does_not_end_the_others(job, tm
     assert facts["samples"] == 2048
     engines = report["points"][0]["engines"]
     check_figures(engines)
+    logs = [path.read_text() for path in (tmp_path / "out/runs").rglob("output.log")]
+    assert (len(logs), preload.refusals("\n".join(logs))) == (3, [])
     failed = engines["allreduce-mpi"]["runs"][0]
     assert failed["status"] == "failed"
     assert any("not under mpirun" in line for line in failed["last_lines"])
@@ -96,7 +99,7 @@ def test_ctrl_c_ends_the_run_and_leaves_a_report(job, tmp_path):
     process = subprocess.Popen(
         [*COMPARE, str(job), "--engines", "single,allreduce-gloo", "--rounds", "1", "--epochs",
          "100000", "-o", "out"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE)
+        stderr=subprocess.PIPE, env={**os.environ, **preload.environment()})
     metrics = tmp_path / "out/runs/workers-2/single/round-1/train/metrics.jsonl"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
@@ -117,7 +120,8 @@ def test_ctrl_c_ends_the_run_and_leaves_a_report(job, tmp_path):
 def test_a_job_that_cannot_be_built_ends_it_before_any_run(job, tmp_path):
     job.write_text(JOB.replace("hidden = 64", "hiden = 64"))
     done = subprocess.run([*COMPARE, str(job), "-o", "out"], cwd=tmp_path, capture_output=True,
-                          text=True, timeout=120, check=False)
+                          text=True, timeout=120, check=False,
+                          env={**os.environ, **preload.environment()})
     assert done.returncode == 2
     assert "cannot be built" in done.stderr
     assert "hiden" in done.stderr

@@ -11,6 +11,7 @@ from hvdtrain.launch.options import ElasticOptions, LaunchOptions
 from hvdtrain.launch.plan import LaunchPlan, make_plan
 from hvdtrain.launch.remote_shell import RemoteOptions
 from hvdtrain.launch.render import render
+from hvdtrain.preload.client import SOCKET_VARIABLE
 from tests.launch_facts import MPICH, OPENMPI_4, facts
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "launch"
@@ -34,6 +35,7 @@ def plan(environ: dict[str, str] | None = None, machine: dict[str, object] | Non
 
 CASES: dict[str, dict[str, Any]] = {
     "native": {},
+    "native_preload": {"preload": True},
     "native_everything": {
         "np": None, "hosts": "localhost:2", "env": ("API_TOKEN=abc", "NAME=two words"),
         "output": Path("logs dir"), "timeout_s": 90.0, "machine": {"cores": 5}},
@@ -191,6 +193,17 @@ def test_a_kubexec_script_is_used_in_place_of_ssh(tmp_path: Path) -> None:
     script.write_text("exec something else\n", encoding="utf-8")
     with pytest.raises(LaunchError, match="holds no line"):
         plan({"OMPI_MCA_plm_rsh_agent": str(script)}, hosts="pod-0:4")
+
+
+@pytest.mark.parametrize("starter", ["srun", "mpirun", "horovodrun"])
+def test_only_the_native_starter_forks_ranks(starter: str) -> None:
+    where = {"environ": JOB, "machine": {"srun": "/usr/bin/srun"}} if starter == "srun" else {}
+    with pytest.raises(LaunchError, match=f"--preload is of the starter native, but .* {starter}"):
+        plan(starter=starter, preload=True, **where)
+    named = {SOCKET_VARIABLE: "/tmp/x/socket"}
+    assert not plan(starter=starter, environ=named | where.get("environ", {}),
+                    machine=where.get("machine")).preload
+    assert plan(environ=named).preload
 
 
 def test_values_of_the_user_stay() -> None:
