@@ -25,8 +25,8 @@ SOCKET_VARIABLE = "HVDTRAIN_PRELOAD"
 """Names the socket of a preloaded process, for those who would start a Python program."""
 
 _CHUNK = 65536
-_END_S = 20.0
-"""It may be in the middle of its imports."""
+_END_S = 1.0
+"""In the middle of its imports it does not see that its owner ends."""
 
 
 class RefusedError(Exception):
@@ -69,6 +69,10 @@ class Preloader:
         except subprocess.TimeoutExpired:
             self._process.kill()  # its children end with it
             self._process.wait()
+        with suppress(OSError):
+            os.unlink(self.path)
+        with suppress(OSError):
+            os.rmdir(os.path.dirname(self.path))
 
 
 class ForkedProgram:

@@ -338,8 +338,9 @@ def main() -> None:
         start = server.serve()
     finally:
         if os.getpid() == owned_by:
-            path.unlink(missing_ok=True)
-            path.parent.rmdir()
+            with suppress(OSError):  # the owner does the same, if it can
+                path.unlink(missing_ok=True)
+                path.parent.rmdir()
     del server, listener
     if start is not None:
         program: Program = start.program
