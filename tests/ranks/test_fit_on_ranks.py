@@ -229,7 +229,7 @@ METRICS = {
 @RANKS
 @pytest.mark.parametrize("kind", METRICS)
 def test_figures_of_evaluate_are_those_of_one_process(kind, rank_session, keras):
-    """With two samples one rank has none, and its metrics no states yet."""
+    """With two samples one rank has none: at first, and after it had some."""
     import hvdtrain
     outputs, make = METRICS[kind]
     x, y = numbers(40, seed=4)
@@ -251,7 +251,7 @@ def test_figures_of_evaluate_are_those_of_one_process(kind, rank_session, keras)
         built.compile("sgd", loss, metrics=make(keras.metrics))
         return built
     plain, ours = model(), model()
-    for samples in (2, 40):
+    for samples in (2, 40, 2):
         data = x[:samples], y[:samples]
         expected = plain.evaluate(*data, batch_size=7, verbose=0, return_dict=True)
         found = hvdtrain.evaluate(ours, data, batch_per_rank=7, session=rank_session)

@@ -472,7 +472,7 @@ def test_rows_that_are_left_apart_train_as_plain_keras_does(rank_session, keras,
 
 ON_ALL = [pytest.param(name, marks=pytest.mark.ranks(2, collective=name), id=name)
           for name in ("horovod-gloo", "mpi4py")]
-MPI4PY = ON_ALL[1]
+TWO_OR_THREE = [ON_ALL[1], pytest.param("horovod-gloo", marks=THREE, id="3-ranks")]
 
 
 _numbers = itertools.count()
@@ -488,7 +488,7 @@ ALL_DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
 # Each wire on both collectives, in a graph on one of them; each collective with both.
-@pytest.mark.parametrize("collective", ON_ALL)
+@pytest.mark.parametrize("collective", TWO_OR_THREE)
 @pytest.mark.parametrize(("options", "dtypes", "tolerance", "graph_on"), [
     ({}, ALL_DTYPES, 1e-6, "horovod-gloo"),
     ({"predivide": 3.0}, ALL_DTYPES, 1e-6, "mpi4py"),
@@ -502,7 +502,8 @@ def test_averages_over_each_wire(collective, options, dtypes, tolerance, graph_o
     own = {"float16": 2e-3, "bfloat16": 1e-2}  # of the gradient itself
     rng = np.random.default_rng(7)
     shapes = [(5, 3), (), (7,), (1200,)]
-    parts = [[rng.normal(size=(2, *shape)) for shape in shapes] for _ in dtypes]
+    parts = [[rng.normal(size=(rank_session.world.size, *shape)) for shape in shapes]
+             for _ in dtypes]
     variables = [tf.Variable(tf.zeros(shape, dtype)) for dtype in dtypes for shape in shapes]
     mine = [tf.cast(part[rank_session.world.rank], dtype)
             for dtype, group in zip(dtypes, parts, strict=True) for part in group]
@@ -519,7 +520,7 @@ def test_averages_over_each_wire(collective, options, dtypes, tolerance, graph_o
                                    atol=4 * max(tolerance, own.get(gradient.dtype.name, 0)))
     everyone = rank_session.collective.gather_objects(
         [np.asarray(tf.cast(t, tf.float64)).tolist() for t in out])
-    assert everyone[0] == everyone[1]
+    assert all(other == everyone[0] for other in everyone)
 
 
 @TWO
@@ -601,8 +602,7 @@ def test_what_is_sent_and_what_is_kept_back_are_the_whole(options, rank_session,
     assert np.abs(rest).max() > 0
 
 
-@pytest.mark.parametrize("collective", [
-    MPI4PY, pytest.param("horovod-gloo", marks=THREE, id="3-ranks")])
+@pytest.mark.parametrize("collective", TWO_OR_THREE)
 def test_a_gradient_of_low_rank_arrives_whole(collective, rank_session, tf):
     """Of the mean, not of each rank; and after gradients of zeros, which have no columns."""
     rank, size = rank_session.world.rank, rank_session.world.size
