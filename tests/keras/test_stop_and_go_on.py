@@ -56,8 +56,9 @@ def agree_at_every_step(monkeypatch):
 
 
 CASES = {
-    "within": ((1, 10), {}), "first epoch": ((0, 22), {}), "last step": ((1, STEPS - 1), {}),
-    "steps per execution": ((1, 10), {"steps_per_execution": 5}), "ema": ((1, 10), {"ema": True}),
+    "last step": ((1, STEPS - 1), {}),
+    "steps per execution": ((1, 10), {"steps_per_execution": 5}),
+    "ema in the first epoch": ((0, 22), {"ema": True}),
     "accumulation": ((1, 10), {"optimizer": lambda: keras.optimizers.SGD(
         0.05, momentum=0.9, gradient_accumulation_steps=4)}),
 }
@@ -71,7 +72,7 @@ def made(options, seed=1):
 @pytest.mark.parametrize("name", CASES)
 def test_the_end_is_the_same(tmp_path, name):
     at, options = CASES[name]
-    config = TrainConfig(epochs=3, batch_per_rank=8, output=tmp_path / "whole",
+    config = TrainConfig(epochs=2, batch_per_rank=8, output=tmp_path / "whole",
                          tensorboard=False)
     whole = made(options)
     expected = hvdtrain.fit(whole, data(), validation=data(16), config=config)
@@ -89,7 +90,7 @@ def test_the_end_is_the_same(tmp_path, name):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
     lines = [json.loads(line) for line in
              (tmp_path / "cut/metrics.jsonl").read_text().splitlines()]
-    assert [line["epoch"] for line in lines] == [1, 2, 3]
+    assert [line["epoch"] for line in lines] == [1, 2]
 
 
 def test_a_stop_waits_for_the_end_of_an_accumulation(tmp_path):

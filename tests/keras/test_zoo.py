@@ -1,5 +1,7 @@
 """The named models and data sets: shapes, and that every variable is trained and saved."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ PAIRS = [
     (models.digits_mlp, lambda: datasets.digits(), "sparse_categorical_crossentropy"),
     (models.digits_cnn, lambda: datasets.digits_images(), "sparse_categorical_crossentropy"),
     (models.autoencoder, lambda: datasets.digits(target="input"), "mse"),
-    (models.text_transformer, lambda: datasets.text(),
+    (functools.partial(models.text_transformer, blocks=1), lambda: datasets.text(),
      keras.losses.SparseCategoricalCrossentropy(from_logits=True)),
 ]
 

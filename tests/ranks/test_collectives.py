@@ -185,7 +185,7 @@ def test_subsets_of_horovod_reduce_apart_from_each_other(tmp_path):
 
 @pytest.mark.parametrize("collective", [
     *ALL, pytest.param("horovod-gloo", marks=pytest.mark.ranks(3), id="3-ranks")])
-@pytest.mark.parametrize("rows", [1, 5, 40_000])
+@pytest.mark.parametrize("rows", [1, 40_000])
 def test_reduce_scatter_gives_each_rank_its_part_of_the_reduced_tensor(
         collective, rows, rank_session, tf):
     collective, size = rank_session.collective, rank_session.world.size

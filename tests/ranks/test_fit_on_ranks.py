@@ -1,5 +1,10 @@
-"""`fit`, `evaluate` and `predict` on real ranks against plain Keras in one process."""
+"""`fit`, `evaluate` and `predict` on real ranks against plain Keras in one process.
 
+What takes the time here is that TensorFlow traces each model anew; so models of plain Keras are
+shared where they are the same, and no case says what another one has said.
+"""
+
+import functools
 import json
 from pathlib import Path
 
@@ -29,6 +34,24 @@ def dense(keras, **compiled):
     return model
 
 
+@functools.cache
+def traced_dense():
+    import keras
+    model = dense(keras)
+    model.optimizer.build(model.trainable_variables)
+    variables = [*model.variables, *model.optimizer.variables]
+    return model, [(v, v.numpy()) for v in variables]
+
+
+def plain_dense(keras):
+    """`dense` as it begins, for plain Keras: always the same object, which is traced once."""
+    del keras
+    model, begin = traced_dense()
+    for variable, value in begin:
+        variable.assign(value)
+    return model
+
+
 def masked(keras, **compiled):
     """Sequences of different lengths: the loss is a mean over what is not masked."""
     keras.utils.set_random_seed(3)
@@ -48,16 +71,16 @@ def sequences(n):
     return x, rng.integers(0, 3, size=(n, 5))
 
 
-def train(keras, session, make, data, **config):
+def train(keras, session, make, data):
     """The model and the figures of all ranks; and of plain Keras with the larger batch."""
     import hvdtrain
-    ours, plain = make(keras), make(keras)
+    ours, plain = make(keras), (plain_dense if make is dense else make)(keras)
     hvdtrain.DistributedOptimizer(ours.optimizer)
-    settings = {"batch_per_rank": BATCH, "epochs": 2, "shuffle": False, "lr_scaling": "none",
-                "remainder": "join", **config}
-    result = hvdtrain.fit(ours, data, config=hvdtrain.TrainConfig(**settings), session=session)
+    config = hvdtrain.TrainConfig(batch_per_rank=BATCH, epochs=2, shuffle=False,
+                                  lr_scaling="none", remainder="join")
+    result = hvdtrain.fit(ours, data, config=config, session=session)
     x, y, *weight = data
-    theirs = plain.fit(x, y, batch_size=FULL, epochs=settings["epochs"], shuffle=False, verbose=0,
+    theirs = plain.fit(x, y, batch_size=FULL, epochs=2, shuffle=False, verbose=0,
                        sample_weight=weight[0] if weight else None)
     return ours, plain, result.history, theirs.history
 
@@ -73,9 +96,9 @@ def assert_equal(ours, plain, history, expected):
 
 
 @RANKS
-@pytest.mark.parametrize("left", [1, 2, 4, 7, FULL - 1])
+@pytest.mark.parametrize("left", [1, 7])
 def test_a_last_batch_of_any_size_trains_as_in_one_process(left, rank_session, keras):
-    """With one sample left two ranks have none."""
+    """With one sample left two ranks have none. Below 2 are left, and 4."""
     assert_equal(*train(keras, rank_session, dense, numbers(2 * FULL + left)))
 
 
@@ -110,8 +133,8 @@ def test_a_rank_without_samples_runs_every_layer_and_keeps_its_statistics(rank_s
 
 
 @RANKS
-@pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight", "sum_over_batch_size"])
-@pytest.mark.parametrize("left", [0, 2])
+@pytest.mark.parametrize(("reduction", "left"), [
+    ("sum", 2), ("mean_with_sample_weight", 2), ("sum_over_batch_size", 0)])
 def test_reductions_and_weights_of_samples(reduction, left, rank_session, keras):
     x, y = numbers(2 * FULL + left)
     weight = np.random.default_rng(5).uniform(0, 2, size=len(x)).astype("f4")
@@ -122,15 +145,16 @@ def test_reductions_and_weights_of_samples(reduction, left, rank_session, keras)
     assert_equal(*train(keras, rank_session, make, (x, y, weight)))
 
 
-@RANKS
-@pytest.mark.parametrize("left", [0, 2])
-def test_masks_and_ignored_classes(left, rank_session, keras):
-    assert_equal(*train(keras, rank_session, masked, sequences(2 * FULL + left)))
+def ignoring(keras):
+    return dense(keras, metrics=[],
+                 loss=keras.losses.SparseCategoricalCrossentropy(ignore_class=1))
 
-    def ignoring(keras):
-        return dense(keras, metrics=[],
-                     loss=keras.losses.SparseCategoricalCrossentropy(ignore_class=1))
-    assert_equal(*train(keras, rank_session, ignoring, numbers(2 * FULL + left)))
+
+@RANKS
+@pytest.mark.parametrize(("make", "data", "left"), [
+    (masked, sequences, 0), (ignoring, numbers, 2)])
+def test_masks_and_ignored_classes(make, data, left, rank_session, keras):
+    assert_equal(*train(keras, rank_session, make, data(2 * FULL + left)))
 
 
 @RANKS
@@ -203,13 +227,12 @@ METRICS = {
 
 
 @RANKS
-@pytest.mark.parametrize("samples", [2, 40])
 @pytest.mark.parametrize("kind", METRICS)
-def test_figures_of_evaluate_are_those_of_one_process(kind, samples, rank_session, keras):
-    """With two samples one rank has none."""
+def test_figures_of_evaluate_are_those_of_one_process(kind, rank_session, keras):
+    """With two samples one rank has none: at first, and after it had some."""
     import hvdtrain
     outputs, make = METRICS[kind]
-    x, y = numbers(samples, seed=4)
+    x, y = numbers(40, seed=4)
     loss = "mse"
     if kind == "classes":
         loss = "sparse_categorical_crossentropy"
@@ -227,33 +250,36 @@ def test_figures_of_evaluate_are_those_of_one_process(kind, samples, rank_sessio
         built = keras.Sequential([keras.Input((6,)), keras.layers.Dense(outputs, last)])
         built.compile("sgd", loss, metrics=make(keras.metrics))
         return built
-    expected = model().evaluate(x, y, batch_size=7, verbose=0, return_dict=True)
-    found = hvdtrain.evaluate(model(), (x, y), batch_per_rank=7, session=rank_session)
-    assert found.keys() == expected.keys()
-    assert len(found) == len(make(keras.metrics)) + 1
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], np.mean(value), rtol=1e-6, atol=1e-6,
-                                   err_msg=name)
-    everyone = rank_session.collective.gather_objects(found)
-    assert all(other == found for other in everyone)
+    plain, ours = model(), model()
+    for samples in (2, 40, 2):
+        data = x[:samples], y[:samples]
+        expected = plain.evaluate(*data, batch_size=7, verbose=0, return_dict=True)
+        found = hvdtrain.evaluate(ours, data, batch_per_rank=7, session=rank_session)
+        assert found.keys() == expected.keys()
+        assert len(found) == len(make(keras.metrics)) + 1
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], np.mean(value), rtol=1e-6, atol=1e-6,
+                                       err_msg=f"{name} of {samples} samples")
+        everyone = rank_session.collective.gather_objects(found)
+        assert all(other == found for other in everyone)
 
 
 @RANKS
-@pytest.mark.parametrize("samples", [1, 2, 50])
-def test_predictions_come_in_order_on_every_rank(samples, rank_session, keras):
+def test_predictions_come_in_order_on_every_rank(rank_session, keras):
     import hvdtrain
     keras.utils.set_random_seed(3)
     inputs = keras.Input((6,))
     model = keras.Model(inputs, {"a": keras.layers.Dense(3)(inputs),
                                  "b": keras.layers.Dense(2, dtype="bfloat16")(inputs)})
-    x, _ = numbers(samples)
-    found = hvdtrain.predict(model, x, batch_per_rank=4, session=rank_session)
-    expected = model.predict(x, batch_size=4, verbose=0)
-    assert found["a"].shape == (samples, 3)
-    assert found["b"].dtype == np.asarray(expected["b"]).dtype
-    for name in ("a", "b"):
-        np.testing.assert_allclose(found[name].astype("f4"),
-                                   np.asarray(expected[name]).astype("f4"), atol=1e-6)
+    for samples in (1, 2, 50):
+        x, _ = numbers(samples)
+        found = hvdtrain.predict(model, x, batch_per_rank=4, session=rank_session)
+        expected = model.predict(x, batch_size=4, verbose=0)
+        assert found["a"].shape == (samples, 3)
+        assert found["b"].dtype == np.asarray(expected["b"]).dtype
+        for name in ("a", "b"):
+            np.testing.assert_allclose(found[name].astype("f4"),
+                                       np.asarray(expected[name]).astype("f4"), atol=1e-6)
 
 
 @RANKS
@@ -386,10 +412,8 @@ def test_own_figures_of_a_train_step_are_averaged_over_ranks(rank_session, keras
 
 
 @RANKS
-@pytest.mark.parametrize("every", [{"checkpoint_every_steps": 3},
-                                   {"checkpoint_every_s": 1e-3, "checkpoint_every_epochs": 0}])
-def test_a_run_goes_on_from_a_checkpoint_within_an_epoch(every, rank_session, keras,
-                                                         tmp_path_factory, monkeypatch):
+def test_a_run_goes_on_from_a_checkpoint_within_an_epoch(rank_session, keras, tmp_path_factory,
+                                                         monkeypatch):
     import hvdtrain
     from hvdtrain.train.callbacks import coordinator
     monkeypatch.setattr(coordinator, "AGREE_EVERY_S", 0.0)
@@ -413,21 +437,24 @@ def test_a_run_goes_on_from_a_checkpoint_within_an_epoch(every, rank_session, ke
         hvdtrain.fit(model, numbers(6 * FULL), callbacks=[Lose(), stopping], session=rank_session,
                      config=hvdtrain.TrainConfig(
                          batch_per_rank=BATCH, epochs=2, lr_scaling="none", tensorboard=False,
-                         output=f"{folder}/{output}", **every, **config))
+                         output=f"{folder}/{output}", **config))
         return model, stopping
-    whole, expected = fit(False, "whole")
-    with pytest.raises(KeyboardInterrupt):
-        fit(True, "lost")
-    rank_session.collective.barrier()
-    figures.clear()
-    resumed, stopping = fit(False, "lost", resume=True)
-    assert stopping.best == expected.best
-    assert stopping.wait == expected.wait
-    for a, b in zip(whole.variables, resumed.variables, strict=True):
-        np.testing.assert_array_equal(a.numpy(), b.numpy())
-    rank_session.collective.barrier()
-    lines = Path(f"{folder}/lost/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["epoch"] for line in lines] == [1, 2]
+    whole, expected = fit(False, "whole", checkpoint_every_steps=3)
+    for name, every in {
+            "steps": {"checkpoint_every_steps": 3},
+            "seconds": {"checkpoint_every_s": 1e-3, "checkpoint_every_epochs": 0}}.items():
+        with pytest.raises(KeyboardInterrupt):
+            fit(True, name, **every)
+        rank_session.collective.barrier()
+        figures.clear()
+        resumed, stopping = fit(False, name, resume=True, **every)
+        assert stopping.best == expected.best
+        assert stopping.wait == expected.wait
+        for a, b in zip(whole.variables, resumed.variables, strict=True):
+            np.testing.assert_array_equal(a.numpy(), b.numpy())
+        rank_session.collective.barrier()
+        lines = Path(f"{folder}/{name}/metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["epoch"] for line in lines] == [1, 2]
 
 
 @RANKS
@@ -448,15 +475,15 @@ def test_a_stream_of_unknown_length_trains_as_the_union_of_its_batches(
         if kind == "generator":
             return ((a, b) for a, b in zip(x[rows], y[rows], strict=True))
         return made.filter(lambda a, b: True)  # its length is not known
-    ours, plain = dense(keras), dense(keras)
+    ours, plain = dense(keras), plain_dense(keras)
     hvdtrain.DistributedOptimizer(ours.optimizer)
     result = hvdtrain.fit(
         ours, hvdtrain.StreamSource(share), session=rank_session,
         validation=hvdtrain.StreamSource(share),
-        config=hvdtrain.TrainConfig(batch_per_rank=BATCH, epochs=3, lr_scaling="none"))
+        config=hvdtrain.TrainConfig(batch_per_rank=BATCH, epochs=2, lr_scaling="none"))
     steps = [np.concatenate([np.arange(begins[r], begins[r + 1])[s * BATCH:(s + 1) * BATCH]
                              for r in range(3)]) for s in range(3)]
-    for _ in range(3):
+    for _ in range(2):
         for rows in steps:
             plain.train_on_batch(x[rows], y[rows])
     for a, b in zip(ours.trainable_variables, plain.trainable_variables, strict=True):
@@ -547,7 +574,7 @@ def test_files_of_each_rank_train_as_the_union_of_its_batches_and_go_on_within_a
     unpacked = Path(f"{folder}/cache-{rank}/data/unpacked").glob("*.gz")
     assert sorted(path.stem[-1] for path in unpacked) == list(files[rank])
 
-    plain = dense(keras)
+    plain = plain_dense(keras)
     for epoch in range(2):
         orders = [share[np.random.default_rng([5, epoch, r]).permutation(len(share))]
                   for r, share in enumerate(shares)]
@@ -600,16 +627,14 @@ def test_files_that_one_rank_cannot_share_are_refused_on_all(rank_session, keras
 
 
 @RANKS
-@pytest.mark.parametrize(("xla", "zero", "optimizer"), [
-    (True, False, "adam"), (True, False, "accumulation"), (True, False, "loss_scale"),
-    (False, True, "adam"), (True, True, "adam"), (True, True, "loss_scale")])
-def test_compiled_halves_and_divided_state_train_as_without(
-        xla, zero, optimizer, rank_session, keras):
+@pytest.mark.parametrize(("zero", "optimizer"), [
+    (False, "accumulation"), (False, "loss_scale"), (True, "adam")])
+def test_compiled_halves_and_divided_state_train_as_without(zero, optimizer, rank_session, keras):
     import hvdtrain
     o = keras.optimizers
     makes = {"adam": lambda: o.Adam(0.02, global_clipnorm=0.5),
              "accumulation": lambda: o.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
-             "loss_scale": lambda: o.LossScaleOptimizer(o.Adam(0.02))}
+             "loss_scale": lambda: o.LossScaleOptimizer(o.Adam(0.02, global_clipnorm=0.5))}
 
     def train(xla, zero):
         keras.utils.set_random_seed(3)
@@ -624,7 +649,7 @@ def test_compiled_halves_and_divided_state_train_as_without(
                 batch_per_rank=BATCH, epochs=2, lr_scaling="none", remainder="join", xla=xla,
                 zero=zero))
         return model, result.history
-    (plain, expected), (compiled, history) = train(False, False), train(xla, zero)
+    (plain, expected), (compiled, history) = train(False, False), train(True, zero)
     for a, b in zip(plain.variables, compiled.variables, strict=True):
         np.testing.assert_allclose(a.numpy(), b.numpy(), atol=2e-6, err_msg=a.path)
     for name, values in expected.items():

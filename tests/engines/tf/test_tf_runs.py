@@ -55,9 +55,9 @@ def test_a_run_that_was_cut_is_the_run_that_was_not(tmp_path):
     assert [json.loads(line)["epoch"] for line in lines] == [1, 2]
 
 
-@pytest.mark.parametrize("remainder", ["pad", "drop"])
-@pytest.mark.parametrize(("samples", "processes", "replicas"), [
-    (150, 1, 3), (31, 2, 2), (16, 2, 2), (23, 1, 4)])
+@pytest.mark.parametrize(("samples", "processes", "replicas", "remainder"), [
+    (150, 1, 3, "drop"), (31, 2, 2, "pad"), (31, 2, 2, "drop"), (16, 2, 2, "pad"),
+    (23, 1, 4, "pad")])
 def test_a_replica_sees_what_the_rank_in_its_place_sees(samples, processes, replicas, remainder):
     from hvdtrain.data.shard import ShardPlan
     from hvdtrain.data.source import ArraySource
