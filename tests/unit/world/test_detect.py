@@ -59,6 +59,26 @@ def test_every_starter_is_told_apart(environ: dict[str, str], starter: str, rend
     assert world.evidence.items() <= environ.items()
 
 
+@pytest.mark.parametrize(("rank", "local_rank", "node", "host", "local_size", "cross"), [
+    (0, 0, 0, "hosta", 1, (0, 3)),
+    (1, 0, 1, "hostb", 3, (1, 3)),
+    (2, 1, 1, "hostb", 3, (0, 2)),
+    (3, 2, 1, "hostb", 3, (0, 1)),
+    (4, 0, 2, "hostc", 2, (2, 3)),
+    (5, 1, 2, "hostc", 2, (1, 2)),
+])
+def test_every_task_of_a_slurm_step_finds_its_place(
+        rank: int, local_rank: int, node: int, host: str, local_size: int,
+        cross: tuple[int, int]) -> None:
+    world = detect_world(without(SLURM, "SLURMD_NODENAME") | {
+        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local_rank), "SLURM_NODEID": str(node),
+        "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "1,3,2",
+        "SLURM_STEP_NODELIST": "hosta,hostb,hostc"})
+    assert (world.rank, world.size) == (rank, 6)
+    assert (world.host, world.local_rank, world.local_size) == (host, local_rank, local_size)
+    assert (world.cross_rank, world.cross_size) == cross
+
+
 def test_slurm_step_knows_all_hosts() -> None:
     world = detect_world(SLURM)
     assert (world.hosts, world.slots) == (("hosta", "hostb"), (2, 1))
