@@ -50,7 +50,8 @@ def test_what_the_launcher_ended_is_not_the_cause() -> None:
 
 
 @pytest.mark.parametrize(("code", "exit_code", "manner"), [
-    (7, 7, "exit code 7"), (-9, 137, "killed by SIGKILL"), (-11, 139, "killed by SIGSEGV")])
+    (0, 0, "exit code 0"), (7, 7, "exit code 7"), (-9, 137, "killed by SIGKILL"),
+    (-11, 139, "killed by SIGSEGV")])
 def test_codes_are_those_of_a_shell(code: int, exit_code: int, manner: str) -> None:
     assert (end(0, code, 1.0).exit_code, end(0, code, 1.0).manner) == (exit_code, manner)
 
@@ -97,11 +98,23 @@ def test_other_lines_are_no_failure_record(line: str) -> None:
     assert FailureRecord.from_line(line) is None
 
 
-def test_a_rank_that_left_early_with_0_is_named_first() -> None:
-    lost = end(0, 1, 3.0, tail=("HorovodInternalError: Connection closed by peer",))
-    lines = describe(lost, {0: lost, 1: end(1, 0, 2.0), 2: end(2, 0, 3.5)}, np=3, started_s=1.0,
+LOST = end(0, 1, 3.0, tail=("HorovodInternalError: Connection closed by peer",))
+
+
+@pytest.mark.parametrize(("time_s", "after"), [(2.0, "1.0 s"), (3.0, "2.0 s")])
+def test_a_rank_that_left_early_with_0_is_named_first(time_s: float, after: str) -> None:
+    lines = describe(LOST, {0: LOST, 1: end(1, 0, time_s), 2: end(2, 0, 3.5)}, np=3, started_s=1.0,
                      log=None)
-    assert lines[0] == ("rank 1 on h left early with code 0, 1.0 s after the start; the others "
+    assert lines[0] == (f"rank 1 on h left early with code 0, {after} after the start; the others "
                         "could not go on without it")
     assert lines[1].startswith("rank 0 on h failed 2.0 s after the start: exit code 1")
+    assert lines[2] == "the others: 2 left with code 0"
     assert "rank 2 on h left" not in "\n".join(lines)
+
+
+def test_without_a_rank_that_went_first_that_is_said() -> None:
+    also = end(1, 1, 3.1, tail=LOST.tail)
+    lines = describe(LOST, {0: LOST, 1: also, 2: end(2, 0, 3.5)}, np=3, started_s=1.0, log=None)
+    assert lines[:2] == [
+        "rank 0 on h failed 2.0 s after the start: exit code 1",
+        "every failure seen is of the kind 'another rank has gone', but none was seen to go first"]
