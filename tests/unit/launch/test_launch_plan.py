@@ -104,7 +104,10 @@ def test_auto_takes_what_can_work(options: dict[str, Any], machine: dict[str, ob
     ({"collective": "mpi4py"}, {"mpirun": None}, r"no mpirun in /opt/venv/bin"),
     ({"collective": "mpi4py", "starter": "native"}, {}, "Use --starter mpirun"),
     ({"collective": "horovod-gloo", "starter": "mpirun"}, {}, "Use --starter native"),
-    ({"starter": "horovodrun"}, NO_HOROVOD, "horovodrun needs Horovod"),
+    ({"starter": "horovodrun"}, NO_HOROVOD | {"horovod_problem": "libmpi.so.40 is missing"},
+     r"horovodrun needs Horovod: libmpi\.so\.40 is missing\. Install it with"),
+    ({"starter": "horovodrun"}, NO_HOROVOD | {"horovod_problem": None},
+     "horovodrun needs Horovod: it is not installed"),
     ({}, NO_HOROVOD | {"mpirun": None}, "Nothing here can reduce over 4 ranks"),
     ({"np": None}, {}, "number of ranks is not given"),
     ({"starter": "srun"}, {}, "no srun on PATH"),
@@ -158,6 +161,12 @@ def test_a_slurm_job_is_started_by_srun() -> None:
     made = plan(JOB, {"srun": "/usr/bin/srun"}, np=None)
     assert (made.starter, [slot.host for slot in made.slots]) == (
         "srun", ["node1", "node1", "node2", "node2"])
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_NODELIST"])
+def test_half_of_the_variables_of_a_slurm_job_make_none(name: str) -> None:
+    made = plan({name: JOB[name]}, {"srun": "/usr/bin/srun"}, np=2)
+    assert (made.starter, made.slots[0].host) == ("native", "localhost")
 
 
 def test_more_ranks_than_tasks_are_refused_with_what_to_ask_slurm_for() -> None:
