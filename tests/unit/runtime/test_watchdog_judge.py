@@ -105,11 +105,13 @@ def test_a_silent_rank_is_named_in_any_phase():
 
 
 def test_a_rank_that_is_silent_for_a_while_is_what_the_others_wait_for():
-    views = [view(0, 42, stalled_s=60.0), view(1, 42, stalled_s=60.0, silent_s=59.0)]
+    views = [view(0, 42, stalled_s=60.0), view(1, 42, stalled_s=60.0, silent_s=50.0)]
     assert verdict_on(*views) is None
     stall = find_stall(NOW_S, views, LIMIT_S)
     assert stall.causes == (1,)
     assert "rank 1 on host1 has not answered; the others have waited for 60 s" in stall.text
+    answered = replace(views[1], heard_s=NOW_S - 49.9)
+    assert find_stall(NOW_S, [views[0], answered], LIMIT_S).causes == (0, 1)
 
 
 def test_a_lost_rank_ends_the_run_after_a_moment_for_the_true_cause():
