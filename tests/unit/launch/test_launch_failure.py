@@ -1,6 +1,7 @@
 """Which rank is the cause."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -43,10 +44,27 @@ def test_what_ranks_report_counts_more_than_when_they_ended() -> None:
     assert cause.rank == 1
 
 
-def test_what_the_launcher_ended_is_not_the_cause() -> None:
-    cause = first_failure([end(0, -15, 2.1), end(1, 7, 1.0)], 1.5)
+LOST = end(0, 1, 3.0, tail=("HorovodInternalError: Connection closed by peer",))
+
+
+@pytest.mark.parametrize(("ends", "rank"), [
+    ([end(0, -15, 2.1), end(1, 7, 1.0)], 1),
+    ([end(0, 7, 1.5), replace(LOST, rank=1, time_s=1.4)], 0),      # in the moment of the stop
+    ([replace(LOST, time_s=1.0), end(1, -15, 2.1)], 0),            # although a consequence
+    ([end(0, -15, 2.1), end(1, -15, 1.9)], 1),                     # where nothing else has failed
+])
+def test_what_the_launcher_ended_is_not_the_cause(ends: list[RankEnd], rank: int) -> None:
+    cause = first_failure(ends, 1.5)
     assert cause is not None
-    assert cause.rank == 1
+    assert cause.rank == rank
+
+
+@pytest.mark.parametrize(("code", "tail", "secondary"), [
+    (1, LOST.tail, True), (1, ("ValueError: bad",), False), (1, (), False),
+    (-9, LOST.tail, False), (0, LOST.tail, False)])
+def test_an_exit_code_with_words_of_a_lost_rank_is_a_consequence(
+        code: int, tail: tuple[str, ...], secondary: bool) -> None:
+    assert end(0, code, 1.0, tail=tail).secondary == secondary
 
 
 @pytest.mark.parametrize(("code", "exit_code", "manner"), [
@@ -96,9 +114,6 @@ def test_a_failure_record_survives_its_line() -> None:
 @pytest.mark.parametrize("line", ["HVD-FAILED", "HVD-FAILED {", 'HVD-FAILED {"rank": 1}', "x"])
 def test_other_lines_are_no_failure_record(line: str) -> None:
     assert FailureRecord.from_line(line) is None
-
-
-LOST = end(0, 1, 3.0, tail=("HorovodInternalError: Connection closed by peer",))
 
 
 @pytest.mark.parametrize(("time_s", "after"), [(2.0, "1.0 s"), (3.0, "2.0 s")])
