@@ -59,6 +59,11 @@ def test_a_rank_that_goes_on_is_no_deadlock(stalled_s):
     assert verdict_on(view(0, 42), view(1, 41, stalled_s=stalled_s)) is None
 
 
+def test_a_rank_that_has_stood_still_for_the_limit_is_a_deadlock():
+    verdict = verdict_on(view(0, 42), view(1, 41, stalled_s=100.0))
+    assert (verdict.kind, verdict.causes) == ("deadlock", (1,))
+
+
 def test_a_slow_phase_is_never_a_deadlock_however_long():
     saving = view(0, 42, stalled_s=9999.0, at="saving a checkpoint", slow=True)
     waiting = [view(rank, 43, stalled_s=9999.0) for rank in (1, 2)]
