@@ -151,6 +151,8 @@ def test_an_incomplete_set_is_an_error_that_names_what_is_missing(
 
 
 @pytest.mark.parametrize(("environ", "found"), [
+    (without(HYDRA, "MPI_LOCALNRANKS"), "PMI_RANK=2, PMI_SIZE=3, MPI_LOCALRANKID=0 set, but not"),
+    ({"SLURM_STEP_ID": "0"}, "SLURM_STEP_ID set, but not SLURM_PROCID, SLURM_NTASKS"),
     (HOROVODRUN | {"HOROVOD_RANK": "3"}, "rank 3 of 3"),
     (HOROVODRUN | {"HOROVOD_RANK": "-1"}, "rank -1 of 3"),
     (HOROVODRUN | {"HOROVOD_LOCAL_RANK": "1"}, "local rank 1 of 1"),
@@ -187,7 +189,8 @@ def test_tf_config_roles_without_a_part_are_refused_with_the_reason(kind: str) -
     BATCH,
     without(BATCH, "SLURM_PROCID"),
     BATCH | {"SLURM_STEP_ID": "4294967290"},
-], ids=["batch script", "salloc", "interactive step"])
+    BATCH | {"SLURM_STEP_ID": "4294967280"},
+], ids=["batch script", "salloc", "interactive step", "first special step"])
 def test_a_slurm_allocation_without_srun_is_not_one_process(environ: dict[str, str]) -> None:
     with pytest.raises(WorldError, match=r"SLURM_NTASKS is 4.*Start it with: srun hvdtrain fit"):
         detect_world(environ)
