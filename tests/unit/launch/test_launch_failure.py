@@ -19,6 +19,9 @@ def record(rank: int, time_s: float, *, primary: bool = True) -> FailureRecord:
                          primary=primary)
 
 
+LOST = end(0, 1, 3.0, tail=("HorovodInternalError: Connection closed by peer",))
+
+
 def test_no_failure_has_no_cause() -> None:
     assert first_failure([end(0, 0, 1.0)], None) is None
 
@@ -44,19 +47,21 @@ def test_what_ranks_report_counts_more_than_when_they_ended() -> None:
     assert cause.rank == 1
 
 
-LOST = end(0, 1, 3.0, tail=("HorovodInternalError: Connection closed by peer",))
-
-
 @pytest.mark.parametrize(("ends", "rank"), [
     ([end(0, -15, 2.1), end(1, 7, 1.0)], 1),
-    ([end(0, 7, 1.5), replace(LOST, rank=1, time_s=1.4)], 0),      # in the moment of the stop
+    ([end(0, 7, 1.5), replace(LOST, rank=1, time_s=1.4)], 0),      # at the moment of the stop
     ([replace(LOST, time_s=1.0), end(1, -15, 2.1)], 0),            # although a consequence
-    ([end(0, -15, 2.1), end(1, -15, 1.9)], 1),                     # where nothing else has failed
 ])
 def test_what_the_launcher_ended_is_not_the_cause(ends: list[RankEnd], rank: int) -> None:
     cause = first_failure(ends, 1.5)
     assert cause is not None
     assert cause.rank == rank
+
+
+def test_where_nothing_failed_before_the_stop_the_earliest_end_is_the_cause() -> None:
+    cause = first_failure([end(0, -15, 2.1), end(1, -15, 1.9)], 1.5)
+    assert cause is not None
+    assert cause.rank == 1
 
 
 @pytest.mark.parametrize(("code", "tail", "secondary"), [
