@@ -5,7 +5,7 @@ import pytest
 from hvdtrain.config import TrainConfig, config_from_json, config_to_json
 from hvdtrain.engine_config import PsConfig, TfConfig
 from hvdtrain.errors import ConfigError
-from hvdtrain.settings import from_mapping, replace
+from hvdtrain.settings import from_mapping, refuse_differences, replace
 
 
 def test_unknown_keys_are_refused_with_the_valid_ones():
@@ -32,6 +32,8 @@ def test_unknown_keys_are_refused_with_the_valid_ones():
     ({"compression": "zip"},
      "compression must be one of .none., .fp16., .bf16., .topk., .lowrank."),
     ({"approximation_rank": 0}, "approximation_rank must be at least 1"),
+    ({"topk_ratio": "0.1"}, "topk_ratio must be a number. Received: topk_ratio='0.1' of type str"),
+    ({"topk_ratio": True}, "topk_ratio must be a number"),
     ({"topk_ratio": 2}, "topk_ratio must be above 0 and at most 1"),
     ({"predivide": 0}, "predivide must be above 0"),
     ({"predivide": 4, "compression": "topk"}, "predivide=4 has no meaning"),
@@ -63,3 +65,13 @@ def test_settings_survive_the_way_to_another_process():
                          ps=PsConfig(mode="sync", backup_workers=2), tf=TfConfig(devices=2))
     assert config_from_json(config_to_json(config)) == config
     assert config_from_json(config_to_json(TrainConfig())) == TrainConfig()
+
+
+def test_settings_that_are_the_same_on_all_ranks_pass():
+    refuse_differences([{"epochs": "3", "seed": "1"}, {"seed": "1", "epochs": "3"}], ["a", "b"])
+
+
+def test_the_first_rank_and_setting_that_differ_are_named():
+    everyone = [{"epochs": "3", "seed": seed} for seed in ("1", "1", "2", "5")]
+    with pytest.raises(ConfigError, match="seed is 1 on rank 0 and 2 on rank 2. Give every rank"):
+        refuse_differences(everyone, [f"rank {rank}" for rank in range(4)])

@@ -84,6 +84,13 @@ def test_assign_ranks_fills_hosts_in_order_and_numbers_across_as_horovod_does() 
         (4, "c", 0, 1, 2, 3)]
 
 
+def test_assign_ranks_numbers_across_the_hosts_that_have_the_local_rank() -> None:
+    slots = assign_ranks(parse_hosts("a:1,b:3,c:2"), 6)
+    assert [(s.host, s.local_rank, s.cross_rank, s.cross_size) for s in slots] == [
+        ("a", 0, 0, 3), ("b", 0, 1, 3), ("b", 1, 0, 2), ("b", 2, 0, 1),
+        ("c", 0, 2, 3), ("c", 1, 1, 2)]
+
+
 def test_assign_ranks_counts_only_the_ranks_that_run() -> None:
     assert assign_ranks(parse_hosts("a:4,b:4"), 1) == (
         Slot(rank=0, host="a", local_rank=0, local_size=1, cross_rank=0, cross_size=1),)

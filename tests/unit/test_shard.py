@@ -24,6 +24,7 @@ def test_every_rank_takes_the_same_number_of_steps(samples, size, batch, remaind
     counts = np.bincount(seen, minlength=samples)
     assert ranks[0].padded < size
     assert ranks[0].dropped < size
+    assert ranks[0].samples_per_epoch == counts.sum()
     if remainder == "pad":
         assert counts.min() >= 1
         assert counts.sum() == samples + ranks[0].padded
@@ -64,6 +65,16 @@ def test_the_ranks_together_see_what_one_process_sees_in_each_step(samples, size
         np.testing.assert_array_equal(together, expected)
 
 
+@pytest.mark.parametrize(("samples", "size", "batch"), CASES)
+@pytest.mark.parametrize("remainder", ["pad", "drop", "join"])
+def test_a_run_goes_on_at_the_step_at_which_it_stopped(samples, size, batch, remainder):
+    plan = plans(samples, size, batch, remainder=remainder)[0]
+    before = [plan.samples_before(step) for step in range(plan.steps + 1)]
+    assert before == [step * size * batch for step in range(plan.steps)] + [samples]
+    assert [plan.step_after(seen) for seen in before] == list(range(plan.steps + 1))
+    assert plan.step_after(size * batch - 1) == (0 if samples >= size * batch else plan.steps)
+
+
 def test_each_epoch_is_another_order_and_reproducible():
     plan = plans(100, 2, 10)[0]
     assert not np.array_equal(plan.order(0), plan.order(1))
@@ -83,5 +94,7 @@ def test_fewer_samples_than_ranks_are_refused():
 
 @pytest.mark.parametrize(("samples", "size"), [(10, 3), (2, 4), (7, 1), (8, 4)])
 def test_evaluation_reads_each_sample_once(samples, size):
-    rows = np.concatenate([evaluation_rows(samples, r, size) for r in range(size)])
-    np.testing.assert_array_equal(rows, np.arange(samples))
+    shares = [evaluation_rows(samples, r, size) for r in range(size)]
+    np.testing.assert_array_equal(np.concatenate(shares), np.arange(samples))
+    lengths = [len(share) for share in shares]
+    assert max(lengths) - min(lengths) <= 1

@@ -58,6 +58,8 @@ def test_bounds():
     assert server_seconds(4, beside, 100e6, 12.5e6, in_phases=False) == pytest.approx(12.0)
     assert server_seconds(4, apart, 100e6, 12.5e6, in_phases=True) == pytest.approx(64.0)
     assert server_seconds(4, beside, 100e6, 12.5e6, in_phases=True) == pytest.approx(12.0)
+    # More servers than workers: a worker's link, which carries all of M, is the busiest.
+    assert server_seconds(2, [2, 3, 4], 100e6, 12.5e6, in_phases=True) == pytest.approx(16.0)
     # One server beside a worker: the others pull from it, one after the other.
     assert server_seconds(4, [0], 100e6, 12.5e6, in_phases=True) == pytest.approx(48.0)
 

@@ -1,6 +1,7 @@
 """Which rank is the cause."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,9 @@ def end(rank: int, code: int, time_s: float, *, tail: tuple[str, ...] = (),
 def record(rank: int, time_s: float, *, primary: bool = True) -> FailureRecord:
     return FailureRecord(rank=rank, host="h", time_s=time_s, error="ValueError", message="bad",
                          primary=primary)
+
+
+LOST = end(0, 1, 3.0, tail=("HorovodInternalError: Connection closed by peer",))
 
 
 def test_no_failure_has_no_cause() -> None:
@@ -43,14 +47,34 @@ def test_what_ranks_report_counts_more_than_when_they_ended() -> None:
     assert cause.rank == 1
 
 
-def test_what_the_launcher_ended_is_not_the_cause() -> None:
-    cause = first_failure([end(0, -15, 2.1), end(1, 7, 1.0)], 1.5)
+@pytest.mark.parametrize(("ends", "rank"), [
+    ([end(0, -15, 2.1), end(1, 7, 1.0)], 1),
+    ([end(0, 7, 1.5), replace(LOST, rank=1, time_s=1.4)], 0),      # at the moment of the stop
+    ([replace(LOST, time_s=1.0), end(1, -15, 2.1)], 0),            # although a consequence
+])
+def test_what_the_launcher_ended_is_not_the_cause(ends: list[RankEnd], rank: int) -> None:
+    cause = first_failure(ends, 1.5)
+    assert cause is not None
+    assert cause.rank == rank
+
+
+def test_where_nothing_failed_before_the_stop_the_earliest_end_is_the_cause() -> None:
+    cause = first_failure([end(0, -15, 2.1), end(1, -15, 1.9)], 1.5)
     assert cause is not None
     assert cause.rank == 1
 
 
+@pytest.mark.parametrize(("code", "tail", "secondary"), [
+    (1, LOST.tail, True), (1, ("ValueError: bad",), False), (1, (), False),
+    (-9, LOST.tail, False), (0, LOST.tail, False)])
+def test_an_exit_code_with_words_of_a_lost_rank_is_a_consequence(
+        code: int, tail: tuple[str, ...], secondary: bool) -> None:
+    assert end(0, code, 1.0, tail=tail).secondary == secondary
+
+
 @pytest.mark.parametrize(("code", "exit_code", "manner"), [
-    (7, 7, "exit code 7"), (-9, 137, "killed by SIGKILL"), (-11, 139, "killed by SIGSEGV")])
+    (0, 0, "exit code 0"), (7, 7, "exit code 7"), (-9, 137, "killed by SIGKILL"),
+    (-11, 139, "killed by SIGSEGV")])
 def test_codes_are_those_of_a_shell(code: int, exit_code: int, manner: str) -> None:
     assert (end(0, code, 1.0).exit_code, end(0, code, 1.0).manner) == (exit_code, manner)
 
@@ -97,11 +121,20 @@ def test_other_lines_are_no_failure_record(line: str) -> None:
     assert FailureRecord.from_line(line) is None
 
 
-def test_a_rank_that_left_early_with_0_is_named_first() -> None:
-    lost = end(0, 1, 3.0, tail=("HorovodInternalError: Connection closed by peer",))
-    lines = describe(lost, {0: lost, 1: end(1, 0, 2.0), 2: end(2, 0, 3.5)}, np=3, started_s=1.0,
+@pytest.mark.parametrize(("time_s", "after"), [(2.0, "1.0 s"), (3.0, "2.0 s")])
+def test_a_rank_that_left_early_with_0_is_named_first(time_s: float, after: str) -> None:
+    lines = describe(LOST, {0: LOST, 1: end(1, 0, time_s), 2: end(2, 0, 3.5)}, np=3, started_s=1.0,
                      log=None)
-    assert lines[0] == ("rank 1 on h left early with code 0, 1.0 s after the start; the others "
+    assert lines[0] == (f"rank 1 on h left early with code 0, {after} after the start; the others "
                         "could not go on without it")
     assert lines[1].startswith("rank 0 on h failed 2.0 s after the start: exit code 1")
+    assert lines[2] == "the others: 2 left with code 0"
     assert "rank 2 on h left" not in "\n".join(lines)
+
+
+def test_without_a_rank_that_went_first_that_is_said() -> None:
+    also = end(1, 1, 3.1, tail=LOST.tail)
+    lines = describe(LOST, {0: LOST, 1: also, 2: end(2, 0, 3.5)}, np=3, started_s=1.0, log=None)
+    assert lines[:2] == [
+        "rank 0 on h failed 2.0 s after the start: exit code 1",
+        "every failure seen is of the kind 'another rank has gone', but none was seen to go first"]

@@ -18,6 +18,7 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "launch"
 FIT = ("/opt/venv/bin/python", "-m", "hvdtrain", "fit", "job.toml", "--epochs", "3")
 NO_HOROVOD = {"horovod_ok": False, "horovod_gloo": False, "horovod_mpi_kind": None,
               "horovod_problem": "Horovod is not installed"}
+BROKEN = NO_HOROVOD | {"horovod_problem": "libmpi.so.40 is missing"}
 
 
 HOSTS = {"np": None, "hosts": "hosta:2,hostb:1,hostc:1"}
@@ -97,6 +98,25 @@ def test_auto_takes_what_can_work(options: dict[str, Any], machine: dict[str, ob
     assert plan(machine=machine, **options).starter == starter
 
 
+@pytest.mark.parametrize(("options", "machine", "notes"), [
+    ({"np": 1}, {"mpirun": MPICH}, []),
+    ({}, {"mpirun": MPICH},
+     ["Gloo is used: Horovod was built with openmpi, but /opt/mpich/bin/mpirun is mpich"]),
+    ({}, {"mpirun": MPICH, "horovod_mpi_kind": None}, []),
+    ({"starter": "mpirun"}, {"mpirun": MPICH},
+     ["mpi4py is used: Horovod was built with openmpi, but /opt/mpich/bin/mpirun is mpich"]),
+    ({"starter": "mpirun"}, {"mpirun": MPICH, "horovod_mpi_kind": "mpich"}, []),
+    ({"starter": "mpirun"}, {"mpirun": MPICH, "horovod_mpi_kind": None}, []),
+    ({"starter": "mpirun"}, NO_HOROVOD | {"mpirun": MPICH}, []),
+    ({}, BROKEN, ["starter mpirun with mpi4py, because: libmpi.so.40 is missing"]),
+    ({}, BROKEN | {"horovod_problem": None},
+     ["starter mpirun with mpi4py, because: Horovod is not installed"]),
+])
+def test_what_the_user_should_know_of_the_choice(
+        options: dict[str, Any], machine: dict[str, object], notes: list[str]) -> None:
+    assert list(plan(machine=machine, **options).notes) == notes
+
+
 @pytest.mark.parametrize(("options", "machine", "message"), [
     ({"collective": "horovod-mpi"}, {"mpirun": MPICH},
      r"with openmpi, but /opt/mpich/bin/mpirun is mpich 5\.0\.2: each rank would train alone"),
@@ -104,9 +124,14 @@ def test_auto_takes_what_can_work(options: dict[str, Any], machine: dict[str, ob
     ({"collective": "horovod-mpi"}, NO_HOROVOD, "Horovod is not installed"),
     ({"collective": "horovod-gloo"}, NO_HOROVOD, "build-horovod --install"),
     ({"collective": "mpi4py"}, {"mpirun": None}, r"no mpirun in /opt/venv/bin"),
+    ({"collective": "horovod-gloo"}, BROKEN, "was asked for, but: libmpi"),
     ({"collective": "mpi4py", "starter": "native"}, {}, "Use --starter mpirun"),
+    ({"collective": "horovod-mpi", "starter": "native"}, {}, "Use --starter mpirun"),
+    ({"collective": "mpi4py", "starter": "horovodrun"}, {}, "Use --starter mpirun"),
     ({"collective": "horovod-gloo", "starter": "mpirun"}, {}, "Use --starter native"),
-    ({"starter": "horovodrun"}, NO_HOROVOD, "horovodrun needs Horovod"),
+    ({"starter": "horovodrun"}, BROKEN, r"needs Horovod: libmpi\.so\.40 is missing\. Install it"),
+    ({"starter": "horovodrun"}, NO_HOROVOD | {"horovod_problem": None},
+     "horovodrun needs Horovod: it is not installed"),
     ({}, NO_HOROVOD | {"mpirun": None}, "Nothing here can reduce over 4 ranks"),
     ({"np": None}, {}, "number of ranks is not given"),
     ({"starter": "srun"}, {}, "no srun on PATH"),
@@ -162,9 +187,24 @@ def test_a_slurm_job_is_started_by_srun() -> None:
         "srun", ["node1", "node1", "node2", "node2"])
 
 
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_NODELIST"])
+def test_half_of_the_variables_of_a_slurm_job_make_none(name: str) -> None:
+    made = plan({name: JOB[name]}, {"srun": "/usr/bin/srun"}, np=2)
+    assert (made.starter, made.slots[0].host) == ("native", "localhost")
+
+
 def test_more_ranks_than_tasks_are_refused_with_what_to_ask_slurm_for() -> None:
     with pytest.raises(ConfigError, match=r"has 4 slots in all(.|\n)*sbatch --ntasks"):
         plan(JOB, {"srun": "/usr/bin/srun"}, np=5)
+
+
+def test_more_ranks_than_named_slots_are_nothing_to_ask_slurm_for(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("node1 slots=2\n", encoding="utf-8")
+    for named in ({"hosts": "node1:2"}, {"hostfile": hostfile}):
+        with pytest.raises(ConfigError, match="node1:2 has 2 slots in all") as caught:
+            plan(JOB, {"srun": "/usr/bin/srun"}, np=3, **named)
+        assert "sbatch" not in str(caught.value)
 
 
 def test_a_host_outside_of_the_slurm_job_is_refused() -> None:

@@ -59,6 +59,11 @@ def test_a_rank_that_goes_on_is_no_deadlock(stalled_s):
     assert verdict_on(view(0, 42), view(1, 41, stalled_s=stalled_s)) is None
 
 
+def test_a_rank_that_has_stood_still_for_the_limit_is_a_deadlock():
+    verdict = verdict_on(view(0, 42), view(1, 41, stalled_s=100.0))
+    assert (verdict.kind, verdict.causes) == ("deadlock", (1,))
+
+
 def test_a_slow_phase_is_never_a_deadlock_however_long():
     saving = view(0, 42, stalled_s=9999.0, at="saving a checkpoint", slow=True)
     waiting = [view(rank, 43, stalled_s=9999.0) for rank in (1, 2)]
@@ -89,6 +94,12 @@ def test_equally_far_the_one_outside_the_collective_is_the_cause():
     inside = "quick_execute (execute.py:53)"
     verdict = verdict_on(view(0, 5, place=inside, waits=True), view(1, 5, place="f (job.py:1)"))
     assert verdict.causes == (1,)
+    assert verdict.text.startswith("rank 1 on host1 has been at step 5 for 120 s in f (job.py:1);")
+
+
+def test_of_a_rank_behind_the_step_is_told_and_not_that_it_reads():
+    verdict = verdict_on(view(0, 5), view(1, 4, busy="reading data"))
+    assert verdict.text.startswith("rank 1 on host1 has been at step 4 for 120 s; the others")
 
 
 def test_without_any_difference_all_ranks_are_named():
@@ -105,11 +116,19 @@ def test_a_silent_rank_is_named_in_any_phase():
 
 
 def test_a_rank_that_is_silent_for_a_while_is_what_the_others_wait_for():
-    views = [view(0, 42, stalled_s=60.0), view(1, 42, stalled_s=60.0, silent_s=59.0)]
+    views = [view(0, 42, stalled_s=60.0), view(1, 42, stalled_s=60.0, silent_s=50.0)]
     assert verdict_on(*views) is None
     stall = find_stall(NOW_S, views, LIMIT_S)
     assert stall.causes == (1,)
     assert "rank 1 on host1 has not answered; the others have waited for 60 s" in stall.text
+    answered = replace(views[1], heard_s=NOW_S - 49.9)
+    assert find_stall(NOW_S, [views[0], answered], LIMIT_S).causes == (0, 1)
+
+
+def test_where_all_ranks_are_silent_none_is_waited_for():
+    stall = find_stall(NOW_S, [view(rank, 42, silent_s=60.0) for rank in (0, 1)], LIMIT_S)
+    assert stall.causes == (0, 1)
+    assert stall.text == "all 2 ranks that report have been at step 42 for 120 s"
 
 
 def test_a_lost_rank_ends_the_run_after_a_moment_for_the_true_cause():

@@ -60,6 +60,18 @@ def test_a_rank_for_each_gpu() -> None:
     assert SlurmOptions(gpus_per_node=4, ntasks=3).ranks_per_node is None
 
 
+@pytest.mark.parametrize("changes", [
+    {"nodes": 2, "ntasks": 4},
+    {"nodes": 2, "ntasks": 2, "ntasks_per_node": None},
+    {"gpus_per_node": 2},
+    {"signal_before_s": 0, "max_requeues": 0, "wait_s": 0},
+    {"signal_before_s": 65535},
+])
+def test_the_last_value_that_is_not_refused(changes: dict[str, Any]) -> None:
+    made = options(**changes)
+    assert {name: getattr(made, name) for name in changes} == changes
+
+
 def test_a_time_limit_that_leaves_time_to_train() -> None:
     assert options(time="4", signal_before_s=120).time == "4"
     assert options(time="1", signal_before_s=0).time == "1"

@@ -59,6 +59,26 @@ def test_every_starter_is_told_apart(environ: dict[str, str], starter: str, rend
     assert world.evidence.items() <= environ.items()
 
 
+@pytest.mark.parametrize(("rank", "local_rank", "node", "host", "local_size", "cross"), [
+    (0, 0, 0, "hosta", 1, (0, 3)),
+    (1, 0, 1, "hostb", 3, (1, 3)),
+    (2, 1, 1, "hostb", 3, (0, 2)),
+    (3, 2, 1, "hostb", 3, (0, 1)),
+    (4, 0, 2, "hostc", 2, (2, 3)),
+    (5, 1, 2, "hostc", 2, (1, 2)),
+])
+def test_every_task_of_a_slurm_step_finds_its_place(
+        rank: int, local_rank: int, node: int, host: str, local_size: int,
+        cross: tuple[int, int]) -> None:
+    world = detect_world(without(SLURM, "SLURMD_NODENAME") | {
+        "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local_rank), "SLURM_NODEID": str(node),
+        "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "1,3,2",
+        "SLURM_STEP_NODELIST": "hosta,hostb,hostc"})
+    assert (world.rank, world.size) == (rank, 6)
+    assert (world.host, world.local_rank, world.local_size) == (host, local_rank, local_size)
+    assert (world.cross_rank, world.cross_size) == cross
+
+
 def test_slurm_step_knows_all_hosts() -> None:
     world = detect_world(SLURM)
     assert (world.hosts, world.slots) == (("hosta", "hostb"), (2, 1))
@@ -131,6 +151,8 @@ def test_an_incomplete_set_is_an_error_that_names_what_is_missing(
 
 
 @pytest.mark.parametrize(("environ", "found"), [
+    (without(HYDRA, "MPI_LOCALNRANKS"), "PMI_RANK=2, PMI_SIZE=3, MPI_LOCALRANKID=0 set, but not"),
+    ({"SLURM_STEP_ID": "0"}, "SLURM_STEP_ID set, but not SLURM_PROCID, SLURM_NTASKS"),
     (HOROVODRUN | {"HOROVOD_RANK": "3"}, "rank 3 of 3"),
     (HOROVODRUN | {"HOROVOD_RANK": "-1"}, "rank -1 of 3"),
     (HOROVODRUN | {"HOROVOD_LOCAL_RANK": "1"}, "local rank 1 of 1"),
@@ -167,7 +189,8 @@ def test_tf_config_roles_without_a_part_are_refused_with_the_reason(kind: str) -
     BATCH,
     without(BATCH, "SLURM_PROCID"),
     BATCH | {"SLURM_STEP_ID": "4294967290"},
-], ids=["batch script", "salloc", "interactive step"])
+    BATCH | {"SLURM_STEP_ID": "4294967280"},
+], ids=["batch script", "salloc", "interactive step", "first special step"])
 def test_a_slurm_allocation_without_srun_is_not_one_process(environ: dict[str, str]) -> None:
     with pytest.raises(WorldError, match=r"SLURM_NTASKS is 4.*Start it with: srun hvdtrain fit"):
         detect_world(environ)
