@@ -26,6 +26,8 @@ _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 _SHEBANG_BYTES = 256
 
 _forked: list[int] = []
+_shown: list[mmap.mmap] = []
+"""What `/proc` shows of this process; it must stay in its memory."""
 
 
 def is_forked() -> bool:
@@ -66,6 +68,8 @@ class Start:
 def python_program(command: Sequence[str], env: Mapping[str, str], cwd: str) -> Program | str:
     """What a command runs, if this interpreter runs it; otherwise why not."""
     words = list(command)
+    if not Path(cwd).is_dir():
+        return f"{cwd} is not a folder"
     if script := _script_of_this_python(words[0], env, cwd):
         return Program(kind="path", what=script, argv=tuple(words[1:]))
     if not _is_this_python(words.pop(0), env, cwd):
@@ -83,10 +87,14 @@ def python_program(command: Sequence[str], env: Mapping[str, str], cwd: str) -> 
     return Program(kind="path", what=words[0], argv=tuple(words[1:]), **given)
 
 
+def _find(word: str, env: Mapping[str, str], cwd: str) -> str | None:
+    """The path of a program, as a shell finds it."""
+    return os.path.join(cwd, word) if "/" in word else shutil.which(word, path=env.get("PATH"))
+
+
 def _is_this_python(word: str, env: Mapping[str, str], cwd: str) -> bool:
     """Whether it is this interpreter, of this environment, by whichever of its names."""
-    found = shutil.which(word, path=env.get("PATH")) if "/" not in word else os.path.join(cwd, word)
-    own = sys.executable
+    found, own = _find(word, env, cwd), sys.executable
     with suppress(OSError):
         return found is not None and os.path.samefile(found, own) and os.path.samefile(
             os.path.dirname(found), os.path.dirname(own))
@@ -95,7 +103,7 @@ def _is_this_python(word: str, env: Mapping[str, str], cwd: str) -> bool:
 
 def _script_of_this_python(word: str, env: Mapping[str, str], cwd: str) -> str | None:
     """The path of an executable script whose first line names this interpreter."""
-    found = shutil.which(word, path=env.get("PATH")) if "/" not in word else os.path.join(cwd, word)
+    found = _find(word, env, cwd)
     if found is None or not os.access(found, os.X_OK):
         return None
     with suppress(OSError), open(found, "rb") as file:
@@ -124,8 +132,7 @@ def become(start: Start, parent: int) -> None:
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-    with suppress(OSError):
-        os.chdir(start.cwd)
+    os.chdir(start.cwd)
     words = [sys.executable, *_words(start.program)]
     sys.orig_argv[:] = words
     sys.argv[:] = [_argv_0(start.program), *start.program.argv]
@@ -168,7 +175,7 @@ def _show_in_proc(words: Sequence[str], env: Mapping[str, str]) -> None:
     memory = mmap.mmap(-1, max(1, sum(map(len, parts))),
                        flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(b"".join(parts))
-    _forked.append(memory)  # type: ignore[arg-type]  # it must stay
+    _shown.append(memory)
     at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     libc = ctypes.CDLL(None)

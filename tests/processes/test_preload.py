@@ -242,6 +242,11 @@ def test_what_this_python_does_not_run_is_refused(preloader, command, why):
         program.begin()
 
 
+def test_a_folder_that_is_not_there_is_refused(preloader, tmp_path):
+    with pytest.raises(RefusedError, match="gone is not a folder"):
+        fork(preloader, "-c", "pass", cwd=str(tmp_path / "gone"))
+
+
 MODULES = {
     "a thread later": ("import threading, time\nthreading.Timer(0.5, lambda: threading.Thread("
                        "target=time.sleep, args=[60], daemon=True).start()).start()\n",
