@@ -87,7 +87,7 @@ class Server:
         self._listener, self._owner = listener, owner
         self._selector = selectors.DefaultSelector()
         self._clients: set[_Client] = set()
-        self._environ = _counting(os.environ)
+        self._environ = self._environ_after = _counting(os.environ)
         self._threads: set[str] = set()
         self._unsafe = ""
 
@@ -101,6 +101,8 @@ class Server:
                 except ModuleNotFoundError as error:
                     if (error.name or name).partition(".")[0] != name.partition(".")[0]:
                         raise
+        # Libraries set some for themselves; who has imported them before hands these on.
+        self._environ_after = _counting(os.environ)
         gc.collect()
         gc.freeze()  # the collector of a child would copy every page
         self._threads = set(os.listdir("/proc/self/task"))
@@ -174,9 +176,10 @@ class Server:
 
     def _why_not(self, environ: Mapping[str, str]) -> str:
         theirs = _counting(environ)
-        if theirs != self._environ:
-            name = min(k for k in {*theirs, *self._environ}
-                       if theirs.get(k) != self._environ.get(k))
+        others = [name for name in sorted({*theirs, *self._environ}) if theirs.get(name) not in (
+            self._environ.get(name), self._environ_after.get(name))]
+        if others:
+            name = others[0]
             return (f"{name} counts when modules are imported, and it is "
                     f"{_shown(theirs.get(name))} here but was {_shown(self._environ.get(name))} "
                     "when the preloaded process began")

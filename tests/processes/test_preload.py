@@ -281,6 +281,18 @@ def test_a_process_that_has_done_more_than_import_does_not_fork(case, tmp_path):
         device.unlink(missing_ok=True)
 
 
+def test_variables_that_the_imports_set_themselves_are_no_difference(tmp_path):
+    (tmp_path / "sets.py").write_text("import os\nos.environ['TF_OWN'] = '1'\n")
+    env = ENV | {"PYTHONPATH": f"{tmp_path}:{ENV.get('PYTHONPATH', '')}"}
+    with closing(Preloader(server_command(["sets"]), env)) as preloader:
+        for value in ({}, {"TF_OWN": "1"}):
+            assert fork(preloader, "-c", "pass", env=env | value)[0] == 0
+        code = "import os; print('TF_OWN' in os.environ)"
+        assert fork(preloader, "-c", code, env=env)[1] == "False\n"
+        with pytest.raises(RefusedError, match="TF_OWN counts"):
+            fork(preloader, "-c", "pass", env=env | {"TF_OWN": "2"})
+
+
 def test_modules_that_are_not_installed_are_left_out_and_broken_ones_are_told(tmp_path, capfd):
     with closing(Preloader(server_command(["no_such_module", "no.such"]), ENV)) as preloader:
         assert fork(preloader, "-c", "print(1)")[1] == "1\n"
@@ -449,6 +461,8 @@ def test_many_forks_leave_nothing_behind(preloader):
 def start_ranks(monkeypatch, preloader, code, **options):
     """Launch two ranks that are taken from a preloaded process; returns the exit code."""
     environ = {SOCKET_VARIABLE: preloader.path, "OMP_NUM_THREADS": "1"}
+    for name in {*os.environ} - {*ENV}:  # what TensorFlow set in this process
+        monkeypatch.delenv(name)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     asked = {"command": (sys.executable, "-c", code), "np": 2, "starter": "native"} | options
