@@ -18,5 +18,5 @@ def one_rank():
 @pytest.fixture(autouse=True)
 def fresh_keras():
     import keras
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)

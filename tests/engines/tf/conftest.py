@@ -29,6 +29,6 @@ def split_cpu():
 def fresh_keras(split_cpu):
     """No layer names, policy or graph of another test."""
     import keras
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
     yield
     keras.config.set_dtype_policy("float32")

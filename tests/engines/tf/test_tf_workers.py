@@ -31,7 +31,7 @@ def run():
 @pytest.fixture(autouse=True)
 def cleared(run):
     import keras
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
 
 
 @pytest.fixture
