@@ -29,7 +29,8 @@ from hvdtrain.preload.server import server_command
 from tests.launch_facts import facts
 
 ROOT = Path(__file__).resolve().parents[2]
-ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+COUNTING = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+ENV = os.environ | COUNTING
 LOOK = """
 import json, os, random, signal, sys, __main__
 import numpy
@@ -268,8 +269,7 @@ def test_a_process_that_has_done_more_than_import_does_not_fork(case, tmp_path):
             pytest.skip("no file can be made in /dev")
         device.touch()
     env = ENV | {"PYTHONPATH": f"{tmp_path}:{ENV.get('PYTHONPATH', '')}",
-                 "TF_CPP_MIN_LOG_LEVEL": "3", "OMPI_ALLOW_RUN_AS_ROOT": "1",
-                 "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+                 "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     try:
         with closing(Preloader(server_command(["does_more"]), env)) as preloader:
             if case == "a thread later":
@@ -460,7 +460,7 @@ def test_many_forks_leave_nothing_behind(preloader):
 
 def start_ranks(monkeypatch, preloader, code, **options):
     """Launch two ranks that are taken from a preloaded process; returns the exit code."""
-    environ = {SOCKET_VARIABLE: preloader.path, "OMP_NUM_THREADS": "1"}
+    environ = COUNTING | {SOCKET_VARIABLE: preloader.path}
     for name in {*os.environ} - {*ENV}:  # what TensorFlow set in this process
         monkeypatch.delenv(name)
     for name, value in environ.items():
