@@ -83,6 +83,7 @@ class Crew:
             LaunchError: A host has no usable network interface.
         """
         ways = {host: self._way(link) for host, link in self.links.items()}
+        preload = self._preload()
         for host, link in self.links.items():
             interface, address = ways[host]
             shared = ({"NCCL_SOCKET_IFNAME": interface} | _for_host(env, link)
@@ -90,7 +91,7 @@ class Crew:
             ranks = {slot.rank: shared | rank_variables(slot, self._plan.np)
                      for slot in self._plan.slots if slot.host == host}
             link.send_work({"command": self._plan.argv, "directory": os.getcwd(), "ranks": ranks,
-                            "grace_s": self._plan.grace_s, "preload": self._preload(),
+                            "grace_s": self._plan.grace_s, "preload": preload,
                             # On this host the end of the launcher closes the pipe.
                             "lease_s": 0 if link.is_local else LEASE_S})
 

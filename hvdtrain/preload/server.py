@@ -194,7 +194,7 @@ class Server:
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if not child:
-            self._forget()
+            self._forget(client)
             become(start, parent)
             return start
         client.child, client.pidfd = child, os.pidfd_open(child)
@@ -203,15 +203,16 @@ class Server:
         self._tell(client, {"pid": child})
         return None
 
-    def _forget(self) -> None:
-        """In a child: close what is the parent's."""
+    def _forget(self, own: _Client) -> None:
+        """In a child: close what is the parent's; `become` puts its own streams in their places."""
         self._selector.close()
         self._listener.close()
         for client in self._clients:
             client.connection.close()
             if client.pidfd >= 0:
                 os.close(client.pidfd)
-            # Those of its own are in use until `become` has put them in their places.
+            if client is not own:
+                self._close_streams(client)
 
     def _ended(self, client: _Client) -> None:
         self._selector.unregister(client.pidfd)
