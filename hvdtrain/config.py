@@ -23,6 +23,8 @@ SENT_IN_PART = ("topk", "lowrank")
 """Compressions that keep something back for later steps."""
 SUMMED_APART = ("bf16", *SENT_IN_PART)
 """Compressions whose sums are no allreduce: they are made in float32, and divided once."""
+COLLECTIVE_VARIABLE = "HVDTRAIN_COLLECTIVE"
+"""What `launch --collective` says to `init` of a script."""
 CollectiveName = Literal["auto", "horovod-gloo", "horovod-mpi", "mpi4py", "single"]
 
 _LONGEST_HANG_S = 1_000_000

@@ -38,20 +38,11 @@ def run_job(job: Job, config: TrainConfig, session: Session, *,
     import keras
 
     from hvdtrain.data.source import splits_of
-    from hvdtrain.optim import DistributedOptimizer, ReducerOptions
-    from hvdtrain.train.fit import fit
+    from hvdtrain.train.fit import fit_job
     keras.utils.set_random_seed(config.seed)
     with session.progress.phase("building data and model"):
         splits = splits_of(job.data())
         model = job.model()
-    if getattr(model, "optimizer", None) is not None:
-        DistributedOptimizer(
-            model.optimizer, collective=session.collective,
-            options=ReducerOptions(
-                bucket_bytes=int(config.bucket_mb * (1 << 20)), sparse=config.sparse,
-                compression=config.compression, topk_ratio=config.topk_ratio,
-                approximation_rank=config.approximation_rank,
-                predivide=config.predivide), zero=config.zero)
-    return fit(model, splits.train, validation=splits.validation, config=config,
+    return fit_job(model, splits.train, validation=splits.validation, config=config,
                callbacks=tuple(job.callbacks()), session=session, job=job.name,
                stop_asked=stop_asked, dry_run=dry_run)

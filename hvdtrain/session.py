@@ -17,7 +17,7 @@ from hvdtrain import log
 from hvdtrain.collectives import current as default_collective
 from hvdtrain.collectives.base import Collective
 from hvdtrain.collectives.select import Choice, choose, create
-from hvdtrain.config import TrainConfig, check_hang_timeout
+from hvdtrain.config import COLLECTIVE_VARIABLE, TrainConfig, check_hang_timeout
 from hvdtrain.errors import ConfigError, WorldError
 from hvdtrain.horovod_check import check_horovod
 from hvdtrain.optional import require
@@ -40,6 +40,10 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     """How far this rank has come, for the watchdog."""
     watchdog: Watchdog | None = None
+    asked_collective: str = "auto"
+    """What `init` was asked for."""
+    timeline: Path | None = None
+    """The file that Horovod's timeline goes to."""
 
     @contextmanager
     def watched(self, hang_timeout_s: float) -> Iterator[None]:
@@ -85,6 +89,7 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
         return _current[0]
     check_hang_timeout(hang_timeout_s)
     env = os.environ if environ is None else environ
+    collective = _asked_collective(collective, env)
     world = detect_world(env)
     log.configure(log.rank_prefix(world.rank, world.size, world.host))
     choice = choose(collective, world, check_horovod())
@@ -110,10 +115,46 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
     session = Session(
         world=world, collective=made, choice=choice, devices=plan, progress=progress,
         watchdog=start_watchdog(world, progress, made.gather_objects,
-                                hang_timeout_s=hang_timeout_s, environ=env))
+                                hang_timeout_s=hang_timeout_s, environ=env),
+        asked_collective=collective, timeline=timeline)
     _current.append(session)
     default_collective.use(made)
     return session
+
+
+def session_for(config: TrainConfig) -> Session:
+    """The session of a training that a script begins: that of `init`, or a new one. All ranks.
+
+    Raises:
+        ConfigError: A setting is of another engine, or `init` was called with another one.
+    """
+    if config.engine != "allreduce":
+        raise ConfigError(
+            f"engine={config.engine!r} cannot be used by hvdtrain.fit in a script, which trains "
+            "with engine 'allreduce'. Write a job (docs/jobs.md) and start it with "
+            f"hvdtrain launch -np N fit JOB --engine {config.engine}.")
+    if not _current:
+        return init(collective=config.collective, timeline=config.timeline,
+                    hang_timeout_s=config.hang_timeout_s)
+    session = _current[0]
+    for name, wanted, known in (
+            ("collective", config.collective, {"auto", session.asked_collective,
+                                               session.choice.name}),
+            ("timeline", config.timeline, {None, session.timeline})):
+        if wanted not in known:
+            raise ConfigError(
+                f"The settings say {name}={str(wanted)!r}, but hvdtrain.init() was called before "
+                f"without it. Give it there: hvdtrain.init({name}={str(wanted)!r}).")
+    return session
+
+
+def _asked_collective(given: str, env: MutableMapping[str, str]) -> str:
+    """What the caller, or else the launcher, asks for."""
+    launched = env.get(COLLECTIVE_VARIABLE, "auto")
+    if "auto" not in (given, launched) and given != launched:
+        raise ConfigError(f"The collective {given!r} is asked for here, and {launched!r} by the "
+                          f"launcher ({COLLECTIVE_VARIABLE}). Leave one of the two out.")
+    return launched if given == "auto" else given
 
 
 def _write_timeline(path: Path, choice: Choice, env: MutableMapping[str, str]) -> None:

@@ -30,6 +30,9 @@ class ShardPlan:
     seed: int = 0
     shuffle: bool = True
     remainder: Literal["pad", "drop", "join"] = "pad"
+    whole_batches: bool = False
+    """The model takes batches of `batch_per_rank` only: a smaller last one is left out (`drop`),
+    or filled with samples that are repeated (`pad`)."""
 
     def __post_init__(self) -> None:
         if self.samples < self.size:
@@ -40,6 +43,11 @@ class ShardPlan:
             raise DataError(
                 f"With remainder='drop' nothing is left of {self.samples} samples for "
                 f"{self.size} ranks. Use remainder='pad'.")
+        if self.whole_batches and self.remainder == "join" and self._left:
+            raise DataError(
+                f"The model takes batches of {self.batch_per_rank} only, but {self._left} of "
+                f"{self.samples} samples are left for a last, smaller step. Use remainder='drop' "
+                "or 'pad', or a model without a fixed batch.")
 
     @property
     def global_batch(self) -> int:
@@ -57,13 +65,20 @@ class ShardPlan:
 
         With `join` the largest share: other ranks have one less, or none.
         """
-        left = self.samples % self.global_batch
-        return left // self.size if self.remainder == "drop" else -(-left // self.size)
+        if self.whole_batches:
+            return self.batch_per_rank if self._left and self.remainder == "pad" else 0
+        each = self._left // self.size
+        return each if self.remainder == "drop" else -(-self._left // self.size)
+
+    @property
+    def _left(self) -> int:
+        """Samples after the last full step."""
+        return self.samples % self.global_batch
 
     @property
     def uneven(self) -> bool:
         """Whether ranks have different numbers of samples in the last step."""
-        return self.remainder == "join" and self.samples % self.global_batch % self.size != 0
+        return self.remainder == "join" and self._left % self.size != 0
 
     @property
     def last_weight(self) -> float:
@@ -74,12 +89,11 @@ class ShardPlan:
         """
         if not self.uneven:
             return 1.0
-        return self._last_share * self.size / (self.samples % self.global_batch)
+        return self._last_share * self.size / self._left
 
     @property
     def _last_share(self) -> int:
-        left = self.samples % self.global_batch
-        return left * (self.rank + 1) // self.size - left * self.rank // self.size
+        return self._left * (self.rank + 1) // self.size - self._left * self.rank // self.size
 
     @property
     def steps(self) -> int:
@@ -103,16 +117,12 @@ class ShardPlan:
     @property
     def padded(self) -> int:
         """Samples that are trained on twice in an epoch, over all ranks (at most N-1)."""
-        if self.remainder != "pad":
-            return 0
-        return self.last_batch_per_rank * self.size - self.samples % self.global_batch
+        return self.last_batch_per_rank * self.size - self._left if self.remainder == "pad" else 0
 
     @property
     def dropped(self) -> int:
         """Samples that are left out of an epoch, over all ranks (at most N-1)."""
-        if self.remainder != "drop":
-            return 0
-        return self.samples % self.global_batch - self.last_batch_per_rank * self.size
+        return self._left - self.last_batch_per_rank * self.size if self.remainder == "drop" else 0
 
     def samples_before(self, step: int) -> int:
         """Samples of an epoch that all ranks together have seen before a step."""
@@ -143,7 +153,7 @@ class ShardPlan:
             mine = tail[begin:begin + self._last_share] if self._last_share else tail[:1]
             return np.concatenate([full[:, self.rank, :].reshape(-1), mine])
         if self.padded:
-            tail = np.concatenate([tail, everyone[:self.padded]])
+            tail = np.concatenate([tail, np.resize(everyone, self.padded)])
         tail = tail[:self.last_batch_per_rank * self.size]
         mine = tail.reshape(self.size, self.last_batch_per_rank)[self.rank]
         return np.concatenate([full[:, self.rank, :].reshape(-1), mine])
@@ -162,3 +172,17 @@ def evaluation_rows(samples: int, rank: int, size: int) -> np.ndarray[Any, Any]:
     """
     ends = [samples * (r + 1) // size for r in range(-1, size)]
     return np.arange(ends[rank], ends[rank + 1], dtype=np.int64)
+
+
+def evaluation_rows_by_step(samples: int, rank: int, size: int,
+                            batch: int) -> np.ndarray[Any, Any]:
+    """As `evaluation_rows`, but in each step the ranks together have the samples that follow.
+
+    In step s rank r has the samples from `(s * size + r) * batch` on, so that batch by batch its
+    samples are those of its part of one process' batches of `size * batch`. What is left at the
+    end is divided as it is.
+    """
+    full = samples // (size * batch)
+    rows = np.arange(full * size * batch, dtype=np.int64).reshape(full, size, batch)[:, rank]
+    begin = full * size * batch
+    return np.concatenate([rows.reshape(-1), begin + evaluation_rows(samples - begin, rank, size)])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -91,7 +92,7 @@ class ArraySource(Source):
 
     def __init__(self, data: Structure, *, name: str = "arrays") -> None:
         self.name = name
-        self._data = tf.nest.map_structure(lambda a: _as_array(a, name), data)
+        self._data = tf.nest.map_structure(lambda a: _as_array(a, name), keras_like(data))
         lengths = {len(a) for a in tf.nest.flatten(self._data)}
         if len(lengths) > 1:
             raise DataError(
@@ -148,6 +149,11 @@ def as_source(data: Any, name: str) -> Any:
     return ArraySource(data, name=name)
 
 
+def keras_like(data: Any) -> Any:
+    """The structure of data as Keras hands it on: lists are tuples."""
+    return keras.tree.lists_to_tuples(data)
+
+
 def splits_of(data: Any) -> DataSplits:
     """What `Job.data` returns, as sources."""
     if not isinstance(data, DataSplits):
@@ -198,6 +204,12 @@ def _as_array(value: Any, name: str) -> np.ndarray[Any, Any]:
             f"Received: {type(value).__name__}. Give the arrays or the files that the data set is "
             "made of, so that each rank can read its share; or hvdtrain.load_dataset(dataset) if "
             "it fits into memory, else hvdtrain.StreamSource.")
+    if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)) or hasattr(value, "tocsr"):
+        raise DataError(
+            f"{name}: expected dense arrays. Received: {type(value).__name__}. Make it dense "
+            "(value.to_tensor() of a RaggedTensor, tf.sparse.to_dense(value) of a SparseTensor, "
+            "value.toarray() of a SciPy matrix), or give hvdtrain.StreamSource a dataset that "
+            "makes each sample dense.")
     array = value if isinstance(value, np.ndarray) else np.asarray(value)
     if array.ndim == 0 or array.dtype == object:
         raise DataError(

@@ -8,6 +8,8 @@ rank whose share has ended goes on with a sample that does not count.
 
 from __future__ import annotations
 
+import inspect
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,20 +17,28 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
-from hvdtrain.data.source import Source, Stream, Structure
+from hvdtrain.data.source import Source, Stream, Structure, keras_like
+from hvdtrain.data.stream_order import check_order, first_samples, is_batched, order_of
 from hvdtrain.data.stream_plan import StreamPlan
 from hvdtrain.errors import DataError
+from hvdtrain.log import get_logger
+
+_SAY_EVERY_S = 5.0
 
 
 class StreamSource(Stream):
     """Samples from a `tf.data.Dataset` or a generator, of any length.
 
     Args:
-        make: A `tf.data.Dataset` of samples, not of batches (`dataset.unbatch()` makes one), of
-            which rank r takes the samples r, r + N, r + 2N, ...; or a function `make(rank, size)`
-            that returns the dataset, or a new iterator, of one rank's share, so that each rank
-            reads its own files only. It is called for each epoch anew, or iterated anew.
+        make: A `tf.data.Dataset` of samples or of batches, which are taken apart; rank r takes
+            the samples r, r + N, r + 2N, ..., so that its order must be the same on all ranks.
+            Or a function `make(rank, size)` that returns the dataset, or a new iterator, of one
+            rank's samples, so that each rank reads its own files only; it is called for each
+            epoch anew, or iterated anew. `make(rank, size, epoch)` is told the epoch, counted
+            from 0: with an order that depends on it a run that is resumed sees the same one.
         name: String for messages.
+
+    Samples whose shapes differ are padded with zeros within a batch.
 
     Example:
         ```python
@@ -36,14 +46,18 @@ class StreamSource(Stream):
         ```
     """
 
-    def __init__(self, make: Any | Callable[[int, int], Any], *, name: str = "stream") -> None:
+    def __init__(self, make: Any | Callable[..., Any], *, name: str = "stream") -> None:
         self.name = name
         if not isinstance(make, tf.data.Dataset) and not callable(make):
             raise DataError(
                 f"{name}: expected a tf.data.Dataset, or a function make(rank, size) that returns "
                 f"one or an iterator. Received: {type(make).__name__}.")
+        if isinstance(make, tf.data.Dataset) and is_batched(make):
+            make = make.unbatch()
         self._make = make
+        self._by_epoch = not isinstance(make, tf.data.Dataset) and _takes_epoch(make)
         self._signature: Structure | None = None
+        self._first: list[Structure] | None = None
         self._counts: dict[tuple[int, int], int] = {}
         self._total: int | None = None
 
@@ -54,54 +68,121 @@ class StreamSource(Stream):
         return self._total
 
     def count_everywhere(self, collective: Collective) -> tuple[int, ...]:
-        """Count every rank's share, each rank its own. All ranks."""
+        """Count every rank's share, each rank its own, and compare their order. All ranks.
+
+        Raises:
+            DataError: The stream never ends, or has another order on each rank.
+        """
+        if isinstance(self._make, tf.data.Dataset):
+            check_order(self._make, self._first_samples(), collective, self.name)
         counts = tuple(collective.gather_objects(self.count(collective.rank, collective.size)))
         self._total = sum(counts)
         return counts
+
+    @property
+    def order(self) -> str:
+        """What decides the order of the samples, as far as it is known; equal on all ranks."""
+        return repr(order_of(self._make)) if isinstance(self._make, tf.data.Dataset) else ""
 
     @property
     def signature(self) -> Structure:
         """Structure of `tf.TensorSpec` of one sample.
 
         Raises:
-            DataError: There is no sample.
+            DataError: There is no sample, or it is of a kind that cannot be batched.
         """
         if self._signature is None:
             made = self._share(0, 1)
             if isinstance(made, tf.data.Dataset):
-                self._signature = made.element_spec
+                signature = made.element_spec
             else:
                 sample = next(iter(made), None)
                 if sample is None:
                     raise DataError(f"{self.name}: the stream is empty; at least one sample is "
                                     "needed.")
-                self._signature = tf.nest.map_structure(_spec_of, sample)
+                signature = tf.nest.map_structure(_spec_of, keras_like(sample))
+            for spec in tf.nest.flatten(signature):
+                if not isinstance(spec, tf.TensorSpec):
+                    raise DataError(
+                        f"{self.name}: expected samples of dense tensors. Received: "
+                        f"{type(spec).__name__.removesuffix('Spec')} of {spec.dtype.name}. Make it "
+                        "dense before, e.g. dataset.map(lambda x, y: (x.to_tensor(), y)) for a "
+                        "RaggedTensor, tf.sparse.to_dense(x) for a SparseTensor.")
+            self._signature = signature
         return self._signature
 
-    def samples(self, rank: int, size: int) -> Any:
-        """The share of one rank, a `tf.data.Dataset` of samples. Iterate it once per epoch."""
+    def samples(self, rank: int, size: int, epoch: Any = 0) -> Any:
+        """The share of one rank, a `tf.data.Dataset` of samples. Iterate it once per epoch.
+
+        Args:
+            rank: Integer.
+            size: Integer, number of ranks.
+            epoch: Integer or integer tensor, for a function that is told it.
+        """
+        signature = self.signature
+        if self._by_epoch:
+            return tf.data.Dataset.from_generator(
+                lambda number: map(keras_like, iter(self._share(rank, size, int(number)))),
+                args=(epoch,), output_signature=signature)
         made = self._share(rank, size)
         if isinstance(made, tf.data.Dataset):
             return made
         return tf.data.Dataset.from_generator(
-            lambda: iter(self._share(rank, size)), output_signature=self.signature)
+            lambda: map(keras_like, iter(self._share(rank, size))), output_signature=signature)
+
+    def begin_at(self, epoch: int, rank: int, size: int) -> None:
+        """Let the shuffles of a rank's share go on as after so many epochs.
+
+        A shuffle draws a new order each time it is iterated.
+        """
+        if not self._by_epoch:
+            samples = self.samples(rank, size)
+            for _ in range(epoch):
+                iter(samples)
 
     def count(self, rank: int, size: int) -> int:
-        """The number of samples of a rank's share: reads them once, unless it is known."""
+        """The number of samples of a rank's share: reads them once, unless it is known.
+
+        Raises:
+            DataError: It never ends.
+        """
         if (rank, size) not in self._counts:
             dataset = self.samples(rank, size)
             known = int(dataset.cardinality())
             if known == tf.data.INFINITE_CARDINALITY:
                 raise DataError(f"{self.name}: the data set never ends. Cut it with .take(samples "
                                 "per epoch).")
-            if known < 0:
-                known = int(dataset.reduce(np.int64(0), lambda n, *sample: n + 1))
-            self._counts[rank, size] = known
+            self._counts[rank, size] = self._read_over(dataset) if known < 0 else known
         return self._counts[rank, size]
 
-    def batches(self, rank: int, size: int, batch: int) -> Any:
+    def _read_over(self, dataset: Any) -> int:
+        """Count by reading, and say so where it takes long: it may never end."""
+        count, said = 0, time.monotonic()
+        for part in dataset.map(lambda *sample: 1).batch(64).as_numpy_iterator():
+            count += len(part)
+            if time.monotonic() - said > _SAY_EVERY_S:
+                said = time.monotonic()
+                get_logger().warning(
+                    "%s: counting its samples, %d so far. A stream that never ends must be cut: "
+                    ".take(samples per epoch), or a generator that returns.", self.name, count)
+        return count
+
+    def numbers(self, rank: int, size: int) -> np.ndarray[Any, Any]:
+        """The numbers of a rank's samples among all, after `count_everywhere`.
+
+        Of a function they are those that follow the samples of the ranks before.
+        """
+        if isinstance(self._make, tf.data.Dataset):
+            return np.arange(rank, len(self), size, dtype=np.int64)
+        return np.full(self.count(rank, size), rank, np.int64)
+
+    def batches(self, rank: int, size: int, batch: int, epoch: Any = 0) -> Any:
         """The share of one rank in batches, once; the last one may be smaller."""
-        return self.samples(rank, size).batch(batch)
+        samples = self.samples(rank, size, epoch)
+        shapes = [spec.shape for spec in tf.nest.flatten(samples.element_spec)]
+        if all(shape.is_fully_defined() or shape.rank is None for shape in shapes):
+            return samples.batch(batch)
+        return samples.padded_batch(batch)
 
     def first(self) -> Structure:
         """One sample, with a first axis of length 1.
@@ -109,14 +190,28 @@ class StreamSource(Stream):
         Raises:
             DataError: There is none.
         """
-        for batch in self.samples(0, 1).batch(1).take(1).as_numpy_iterator():
-            return batch
-        raise DataError(f"{self.name}: the stream is empty; at least one sample is needed.")
+        return self._first_samples()[0]
 
-    def _share(self, rank: int, size: int) -> Any | Iterable[Any]:
+    def _first_samples(self) -> list[Structure]:
+        if self._first is None:
+            self._first = first_samples(self.samples(0, 1))
+            if not self._first:
+                raise DataError(f"{self.name}: the stream is empty; at least one sample is needed.")
+        return self._first
+
+    def _share(self, rank: int, size: int, epoch: int = 0) -> Any | Iterable[Any]:
         if isinstance(self._make, tf.data.Dataset):
             return self._make.shard(size, rank) if size > 1 else self._make
-        return self._make(rank, size)
+        return self._make(rank, size, epoch) if self._by_epoch else self._make(rank, size)
+
+
+def _takes_epoch(make: Callable[..., Any]) -> bool:
+    """Whether a function takes three arguments: rank, size and epoch."""
+    try:
+        inspect.signature(make).bind(0, 1, 0)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def stream_dataset(source: StreamSource, plan: StreamPlan, *, first_epoch: int = 0,
@@ -137,11 +232,8 @@ def stream_dataset(source: StreamSource, plan: StreamPlan, *, first_epoch: int =
     weights = tf.constant(plan.weights())
     sizes = tf.constant([plan.batch_of(plan.rank, step) for step in range(plan.steps + 1)],
                         tf.int64)
-    own = source.samples(plan.rank, plan.size).batch(plan.batch_per_rank)
-    # Of a rank that has none at all, the first sample of all.
-    spare_of = source.samples(plan.rank, plan.size) if plan.counts[plan.rank] else source.samples(
-        0, 1)
-    first = next(iter(spare_of.take(1).batch(1)))
+    source.begin_at(first_epoch, plan.rank, plan.size)
+    first = tf.nest.map_structure(tf.convert_to_tensor, source.first())
     spare = tf.data.Dataset.from_tensors(first).repeat()
 
     def marked(batches: Any, *, real: bool) -> Any:
@@ -160,6 +252,7 @@ def stream_dataset(source: StreamSource, plan: StreamPlan, *, first_epoch: int =
         begin = tf.where(tf.equal(epoch, first_epoch), tf.constant(first_step, tf.int64), 0)
         # One step more than there are: nothing must be left over.
         steps = tf.data.Dataset.range(begin, plan.steps + 1)
+        own = source.batches(plan.rank, plan.size, plan.batch_per_rank, epoch)
         batches = marked(own.skip(begin), real=True).concatenate(marked(spare, real=False))
         found = tf.data.Dataset.zip(steps, batches).map(checked)
         # Each batch waits until the next is checked, so the last one until nothing is left over.
@@ -178,5 +271,7 @@ def one_sample(source: Source | StreamSource) -> Structure:
 
 
 def _spec_of(value: Any) -> Any:
+    if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
+        return tf.type_spec_from_value(value)
     array = np.asarray(value)
     return tf.TensorSpec(array.shape, tf.as_dtype(array.dtype))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from hvdtrain.config import COLLECTIVE_VARIABLE
 from hvdtrain.errors import LaunchError
 from hvdtrain.hosts import Slot
 from hvdtrain.launch.commands import COMMANDS, Request, local_hosts, mpi_ssh_args
@@ -22,7 +23,7 @@ from hvdtrain.world.network import NETWORK_VARIABLE
 # Left by a launcher around this one; they would mislead the ranks, or the MPI under them.
 _STALE = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_", "HOROVOD_HOSTNAME",
           "HOROVOD_GLOO_RENDEZVOUS_", "OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL",
-          "HVDTRAIN_STARTER", "HVDTRAIN_REPORT")
+          "HVDTRAIN_STARTER", "HVDTRAIN_REPORT", COLLECTIVE_VARIABLE)
 _STALE_IN_SRUN = ("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_DISTRIBUTION")
 _TO_ALL_HOSTS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONUNBUFFERED",
                  "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
@@ -81,6 +82,8 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str],
                           "Leave it out, or add --starter native.")
     user = _user_env(options, environ)
     env = _starter_env(starter, options, environ, facts, slots) | user
+    if options.collective != "auto":
+        env[COLLECTIVE_VARIABLE] = options.collective
     request = Request(options=options, slots=slots, facts=facts, exported=tuple(sorted(user)),
                       rsh_agent=environ.get("OMPI_MCA_plm_rsh_agent"))
     if request.has_other_hosts:

@@ -8,8 +8,8 @@ and why there, is told in `optim.keras_seam`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -42,6 +42,11 @@ class HookState:
     """Called with each step's unscaled loss while the step is traced."""
     reducer: GradientReducer | None = None
     """What averages its gradients, unless that of an optimizer around it does."""
+    given: ReducerOptions = field(default_factory=ReducerOptions)
+    """What the user asked for."""
+    options: ReducerOptions = field(default_factory=ReducerOptions)
+    """What it does: `given`, and what the settings of a run add."""
+    zero: bool = False
 
 
 def state_of(optimizer: Any) -> HookState | None:
@@ -64,9 +69,9 @@ def DistributedOptimizer(  # noqa: N802 - the name the field knows
     """Make `optimizer` average its gradients over all ranks, in place.
 
     All ranks must call it, in the same order for several optimizers. Calling it again on the
-    same object does nothing. Gradients are averaged once per applied update: after
-    accumulation and loss unscaling, before clipping and weight decay, so that N ranks with
-    batch B give the weights that one process gives with batch N*B.
+    same object does nothing; asking for other options raises. Gradients are averaged once per
+    applied update: after accumulation and loss unscaling, before clipping and weight decay, so
+    that N ranks with batch B give the weights that one process gives with batch N*B.
 
     Args:
         optimizer: A Keras 3 optimizer, `LossScaleOptimizer` or `MultiOptimizer`, built or not.
@@ -79,18 +84,17 @@ def DistributedOptimizer(  # noqa: N802 - the name the field knows
 
     Raises:
         OptimizerError: `optimizer` is not a Keras optimizer object, Keras is not known, or the
-            options do not fit the optimizer or the collective.
+            options do not fit the optimizer, the collective or those of a call before.
 
     Example:
         >>> hvdtrain.init()
         >>> model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.Adam(1e-3)), "mse")
     """
-    if is_distributed(optimizer):
+    known = state_of(optimizer)
+    if known is not None:
+        _refuse_other_options(optimizer, known, options, zero=zero)
         return optimizer
-    if not hasattr(optimizer, "apply") or not hasattr(optimizer, "variables"):
-        raise OptimizerError(
-            f"Expected a Keras optimizer object. Received: {optimizer!r} of type "
-            f"{type(optimizer).__name__}. Use e.g. keras.optimizers.Adam(1e-3).")
+    _refuse_what_is_no_optimizer(optimizer)
     keras_seam.check_keras()
     if collective is None:
         collective = current()
@@ -116,16 +120,24 @@ def DistributedOptimizer(  # noqa: N802 - the name the field knows
                           for k, leaf in enumerate(fresh)]
         if loss_scale:
             _hook_agreement(optimizer, collective, base)
+    settings = {"given": options, "options": options, "zero": zero}
     for leaf, reducer in zip(fresh, fresh_reducers, strict=True):
         _hook_leaf(leaf, reducer, options, outer=optimizer)
-        _mark(leaf, collective, base, reducer)
+        _mark(leaf, collective, base, reducer, **settings)
     if keras_seam.is_multi(optimizer):
         _hook_late_leaves(optimizer, collective, base, options, zero=zero)
-    _mark(optimizer, collective, base, outer)
+    _mark(optimizer, collective, base, outer, **settings)
     keep_whole_files(optimizer)
     _hook_loss(optimizer)
     _hook_data_dependency(optimizer)
     return optimizer
+
+
+def _refuse_what_is_no_optimizer(optimizer: Any) -> None:
+    if not hasattr(optimizer, "apply") or not hasattr(optimizer, "variables"):
+        raise OptimizerError(
+            f"Expected a Keras optimizer object. Received: {optimizer!r} of type "
+            f"{type(optimizer).__name__}. Use e.g. keras.optimizers.Adam(1e-3).")
 
 
 def _reducer(leaf: Any, collective: Collective, name: str, options: ReducerOptions, *,
@@ -139,10 +151,68 @@ def _reducer(leaf: Any, collective: Collective, name: str, options: ReducerOptio
 
 
 def _mark(optimizer: Any, collective: Collective, name: str,
-          reducer: GradientReducer | None) -> None:
+          reducer: GradientReducer | None, **settings: Any) -> None:
     if not is_distributed(optimizer):
         keras_seam.set_on_instance(optimizer, _STATE, HookState(
-            owner_id=id(optimizer), collective=collective, name=name, reducer=reducer))
+            owner_id=id(optimizer), collective=collective, name=name, reducer=reducer,
+            **settings))
+
+
+def _refuse_other_options(optimizer: Any, known: HookState, options: ReducerOptions | None, *,
+                          zero: bool) -> None:
+    if (options is None or options == known.given) and zero in (False, known.zero):
+        return
+    raise OptimizerError(
+        f"`{optimizer.name}` is distributed already, with {known.given.text}, zero={known.zero}. "
+        f"Received: {(options or known.given).text}, zero={zero}. Distribute an optimizer once, "
+        "with all options.")
+
+
+def distribute_as_set(optimizer: Any, collective: Collective, options: ReducerOptions, *,
+                      zero: bool) -> None:
+    """Distribute an optimizer as the settings of a run say, or change it to that. All ranks.
+
+    What the user has given to `DistributedOptimizer` stays, where the settings say nothing else.
+    Before the train function is traced; other runs with other settings may follow.
+
+    Args:
+        optimizer: A Keras optimizer, distributed or not.
+        collective: The collective of the run.
+        options: The settings of the run; a default says nothing.
+        zero: Boolean, the settings say that its state is divided.
+
+    Raises:
+        ConfigError: The user has given something else to `DistributedOptimizer`.
+        OptimizerError: As `DistributedOptimizer`.
+    """
+    parts = [optimizer, *keras_seam.leaf_optimizers(optimizer)]
+    known = next((found for part in parts if (found := state_of(part)) is not None), None)
+    if known is None:
+        DistributedOptimizer(optimizer, collective=collective, options=options, zero=zero)
+        for part in parts:
+            hooked = state_of(part)
+            if hooked is not None:
+                hooked.given = ReducerOptions()
+        return
+    wanted = known.given.changed_by(options)
+    if known.zero:
+        check_options(wanted)
+    elif wanted != known.options or (zero and collective.size > 1):
+        _undo(parts)
+        DistributedOptimizer(optimizer, collective=collective, options=wanted, zero=zero)
+        for part in parts:
+            hooked = state_of(part)
+            if hooked is not None:
+                hooked.given = known.given
+    # compile() wraps an optimizer in a plain LossScaleOptimizer under mixed_float16.
+    DistributedOptimizer(optimizer, collective=collective)
+
+
+def _undo(parts: Sequence[Any]) -> None:
+    """Make optimizers plain again; their state stays."""
+    for part in parts:
+        keras_seam.restore_all(part)
+        part.__dict__.pop(_STATE, None)
 
 
 def _hook_leaf(leaf: Any, reducer: GradientReducer | None, options: ReducerOptions, *,
@@ -232,7 +302,8 @@ def _hook_late_leaves(optimizer: Any, collective: Collective, base: str,
                     reducer = _reducer(leaf, collective, f"{base}.late{k}", options, zero=zero)
                     check_use(options, [leaf], collective, scaled=False)
                     _hook_leaf(leaf, reducer, options, outer=optimizer)
-                    _mark(leaf, collective, base, reducer)
+                    _mark(leaf, collective, base, reducer, given=options, options=options,
+                          zero=zero)
         return build
     keras_seam.replace_method(optimizer, "build", make)
 

@@ -1,4 +1,4 @@
-"""The private parts of Keras that hvdtrain leans on: all of them, and only here.
+"""The private parts of Keras' optimizers that hvdtrain leans on; of its models: `keras_model`.
 
 A distributed optimizer is the user's own object with a few methods replaced *on the instance*,
 so that its class, config and saved files stay plain Keras. The methods, in the order in which
@@ -17,8 +17,8 @@ and watches the order. Both are cheap and run at every start.
 from __future__ import annotations
 
 import inspect
-import io
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -28,9 +28,8 @@ from packaging.version import Version
 from hvdtrain.errors import OptimizerError
 
 KERAS_MIN, KERAS_BELOW = Version("3.5"), Version("3.16")
-MOMENTS = "_moments"
-"""The method of `BatchNormalization` that computes mean and variance of a batch."""
 _DIVIDED = "_hvdtrain_divided"
+_REPLACED = "_hvdtrain_replaced"
 _SIGNATURES = {
     "apply": ["grads", "trainable_variables"],
     "scale_loss": ["loss"],
@@ -43,6 +42,13 @@ _IS_LOCAL = "_hvdtrain_is_local"
 Optimizer = Any
 
 
+@dataclass(frozen=True)
+class Hidden:
+    """A value on a Keras object that Keras does not save: it looks into lists and dictionaries."""
+
+    value: Any
+
+
 def set_on_instance(obj: object, name: str, value: object) -> None:
     """Set an attribute past the tracking of Keras and TensorFlow."""
     object.__setattr__(obj, name, value)
@@ -51,7 +57,18 @@ def set_on_instance(obj: object, name: str, value: object) -> None:
 def replace_method(optimizer: Optimizer, name: str,
                    make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace `optimizer.name` on this instance by `make(the method it had)`."""
-    set_on_instance(optimizer, name, make(getattr(optimizer, name)))
+    original = getattr(optimizer, name)
+    if _REPLACED not in optimizer.__dict__:
+        set_on_instance(optimizer, _REPLACED, Hidden([]))
+    optimizer.__dict__[_REPLACED].value.append((name, original))
+    set_on_instance(optimizer, name, make(original))
+
+
+def restore_all(optimizer: Optimizer) -> None:
+    """Undo every `replace_method` on this instance."""
+    for name, original in reversed(optimizer.__dict__.pop(_REPLACED, Hidden([])).value):
+        restore_method(optimizer, name, original)
+    optimizer.__dict__.pop(_IS_LOCAL, None)
 
 
 def restore_method(obj: object, name: str, original: Callable[..., Any]) -> None:
@@ -90,76 +107,6 @@ def check_keras(version: str | None = None) -> None:
                 f"Keras {found}: Optimizer.{name}({', '.join(expected)}) was expected, found "
                 f"{'nothing' if found_names is None else found_names}. This Keras is not "
                 "known to hvdtrain; install another (see above range) or report it.")
-
-
-def metrics_are_built(model: Any) -> bool:
-    """Whether the compiled metrics have their states."""
-    parts = [model._compile_metrics, model._compile_loss]
-    return all(part is None or part.built for part in parts)
-
-
-def build_metrics(model: Any, batch: Any) -> None:
-    """Create the states of compiled metrics, which Keras leaves to the first step.
-
-    Args:
-        model: A compiled model.
-        batch: Some samples, as `train_step` gets them: arrays `x`, `(x, y)` or
-            `(x, y, sample_weight)`.
-    """
-    model._symbolic_build(data_batch=tf.nest.map_structure(tf.convert_to_tensor, batch))
-
-
-def call_in_training(model: Any, x: Any) -> Any:
-    """The forward pass of a training step."""
-    return model(x, training=True) if model._call_has_training_arg else model(x)
-
-
-def leaf_metrics(model: Any) -> list[Any]:
-    """The metrics of a model, those given to `compile` one by one, without duplicates."""
-    found: dict[int, Any] = {}
-    for metric in model.metrics:
-        for leaf in getattr(metric, "metrics", None) or [metric]:
-            found.setdefault(id(leaf), leaf)
-    return list(found.values())
-
-
-def mask_of(tensor: Any) -> Any | None:
-    """The mask that layers or losses have put on a tensor."""
-    from keras.src import backend
-    return backend.get_keras_mask(tensor)
-
-
-def sum_of_weights(sample_weight: Any | None, mask: Any | None, dtype: Any) -> Any:
-    """The denominator of the reduction `mean_with_sample_weight`."""
-    from keras.src.losses.loss import apply_mask
-    weight = None if sample_weight is None else tf.cast(sample_weight, dtype)
-    return tf.reduce_sum(apply_mask(weight, mask, dtype, "mean_with_sample_weight"))
-
-
-def replace_losses(compiled: Any, make: Callable[[int, Any], Any]) -> None:
-    """Replace each loss of a `CompileLoss` by `make(its number, it)`, now or once it is built.
-
-    What is saved with a model is what was given to `compile`, so that files do not change.
-    """
-    def replace() -> None:
-        compiled._flat_losses = [entry._replace(loss=make(number, entry.loss))
-                                 for number, entry in enumerate(compiled._flat_losses)]
-    if compiled.built:
-        replace()
-        return
-    build = compiled.build
-
-    def built(y_true: Any, y_pred: Any) -> None:
-        build(y_true, y_pred)
-        restore_method(compiled, "build", build)
-        replace()
-    set_on_instance(compiled, "build", built)
-
-
-def save_to_memory(model: Any, file: io.BytesIO) -> None:
-    """Write the `.keras` file of a model into memory."""
-    from keras.src.saving import saving_lib
-    saving_lib.save_model(model, file)
 
 
 def self_test() -> None:
@@ -207,8 +154,43 @@ def is_multi(optimizer: Optimizer) -> bool:
     return multi is not None and isinstance(optimizer, multi)
 
 
-def leaf_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that update variables, below loss scaling and `MultiOptimizer`."""
+def found_optimizers(model: Any) -> list[Optimizer]:
+    """All optimizers of a model: that of `compile`, and those in attributes (`d_optimizer`).
+
+    Without duplicates, and without those within another one; in an order that depends on the
+    model's class only.
+    """
+    found: dict[int, Optimizer] = {}
+    left = [getattr(model, "optimizer", None), *vars(model).values()]
+    while left:
+        value = left.pop(0)
+        if isinstance(value, keras.optimizers.Optimizer):
+            found.setdefault(id(value), value)
+        elif isinstance(value, (list, tuple)):
+            left += value
+        elif isinstance(value, dict):
+            left += value.values()
+    within = {id(leaf) for o in found.values() for leaf in leaf_optimizers(o) if leaf is not o}
+    return [o for o in found.values() if id(o) not in within]
+
+
+def optimizers_of(model: Any) -> list[Optimizer]:
+    """The optimizers that train a built model; empty if it has none.
+
+    `compile()` of a class that has optimizers of its own makes one more, which is never built.
+    """
+    found = found_optimizers(model)
+    return [o for o in found if o.built] or found[:1]
+
+
+def leaf_optimizers(optimizer: Any) -> list[Optimizer]:
+    """The optimizers that update variables, below loss scaling and `MultiOptimizer`.
+
+    Args:
+        optimizer: One, or a list of several.
+    """
+    if isinstance(optimizer, (list, tuple)):
+        return [leaf for one in optimizer for leaf in leaf_optimizers(one)]
     if is_loss_scale(optimizer):
         return leaf_optimizers(optimizer.inner_optimizer)
     if is_multi(optimizer):
@@ -217,7 +199,9 @@ def leaf_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers directly within one: of loss scaling and `MultiOptimizer`."""
+    """The optimizers directly within one: of a list, of loss scaling and `MultiOptimizer`."""
+    if isinstance(optimizer, (list, tuple)):
+        return list(optimizer)
     if is_loss_scale(optimizer):
         return [optimizer.inner_optimizer]
     return list(optimizer.optimizers) if is_multi(optimizer) else []
@@ -288,7 +272,13 @@ def shared_variables(optimizer: Optimizer) -> list[Any]:
     """
     own = {id(v) for leaf in leaf_optimizers(optimizer)
            for v in [*getattr(leaf, "_accumulated_gradients", []), *local_slots(leaf)]}
-    return [v for v in optimizer.variables if id(v) not in own and not is_divided(v)]
+    return [v for v in variables_of(optimizer) if id(v) not in own and not is_divided(v)]
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+    """The variables of one optimizer, or of several."""
+    several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    return [v for one in several for v in one.variables]
 
 
 def local_slots(leaf: Optimizer) -> list[Any]:
@@ -302,6 +292,21 @@ def local_slots(leaf: Optimizer) -> list[Any]:
              if isinstance(values, list) and len(values) == len(trainable)
              and name not in ("_variables", "_trainable_variables")]
     return [values[i] for values in slots for i in local]
+
+
+def open_accumulators(optimizer: Optimizer) -> list[Any]:
+    """The gradients that wait for the next update, of weights that are equal on all ranks.
+
+    Empty between two updates; else one variable for each weight, in build order.
+    """
+    found: list[Any] = []
+    for leaf in leaf_optimizers(optimizer):
+        steps = leaf.gradient_accumulation_steps
+        if leaf.built and steps and int(leaf._iterations.numpy()) % steps:
+            own = {id(v) for v in local_slots(leaf)}
+            found += [v for v in leaf._accumulated_gradients
+                      if v is not None and id(v) not in own and not is_divided(v)]
+    return found
 
 
 def slots(optimizer: Optimizer, count: int) -> dict[str, list[Any]]:
@@ -338,41 +343,6 @@ def mark_divided(variable: Any) -> None:
 def is_divided(variable: Any) -> bool:
     """Whether each rank has another part of this variable."""
     return _DIVIDED in getattr(variable, "__dict__", {})
-
-
-def check_batch_normalization() -> None:
-    """Refuse a Keras whose batch normalization does not take its moments from one method.
-
-    Raises:
-        OptimizerError: Naming what was expected.
-    """
-    check_keras()
-    cls = keras.layers.BatchNormalization
-    method = getattr(cls, MOMENTS, None)
-    found = list(inspect.signature(method).parameters)[1:] if method else None
-    called = MOMENTS in inspect.unwrap(cls.call).__code__.co_names
-    if found != ["inputs", "mask"] or not called:
-        raise OptimizerError(
-            f"Keras {keras.__version__}: BatchNormalization.call was expected to use "
-            f"{MOMENTS}(inputs, mask), found {'nothing' if found is None else found}. This Keras "
-            "is not known to hvdtrain; leave sync_batch_norm out, or install another.")
-
-
-def batch_normalizations(model: Any) -> list[Any]:
-    """The batch normalizations of a model, in its order; those of models within it too.
-
-    Raises:
-        OptimizerError: One has a method of its own for the moments.
-    """
-    cls = keras.layers.BatchNormalization
-    found = [layer for layer in model._flatten_layers() if isinstance(layer, cls)]
-    for layer in found:
-        if getattr(type(layer), MOMENTS) is not getattr(cls, MOMENTS):
-            raise OptimizerError(
-                f"The layer `{layer.name}` ({type(layer).__name__}) computes its moments in its "
-                f"own way ({MOMENTS}), so it cannot be synchronized over ranks. Use a "
-                "keras.layers.BatchNormalization, or leave sync_batch_norm out.")
-    return found
 
 
 def inside_xla() -> bool:

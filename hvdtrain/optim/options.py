@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hvdtrain.collectives.base import Collective
-from hvdtrain.config import SUMMED_APART, Compression, Sparse, check_reduction
+from hvdtrain.config import SUMMED_APART, Compression, Sparse, TrainConfig, check_reduction
 from hvdtrain.errors import ConfigError, OptimizerError
 from hvdtrain.log import get_logger
 
@@ -69,6 +70,31 @@ class ReducerOptions:
             raise ConfigError("Adasum works on dense gradients only: leave sparse and merge out.")
         if isinstance(self.local_variables, str):
             object.__setattr__(self, "local_variables", (self.local_variables,))
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> ReducerOptions:
+        """What the settings of a run say."""
+        return cls(bucket_bytes=int(config.bucket_mb * (1 << 20)), sparse=config.sparse,
+                   compression=config.compression, topk_ratio=config.topk_ratio,
+                   approximation_rank=config.approximation_rank, predivide=config.predivide)
+
+    def changed_by(self, settings: ReducerOptions) -> ReducerOptions:
+        """These options, with what the settings of a run say beside them.
+
+        Raises:
+            ConfigError: Both say something, and not the same.
+        """
+        plain, changes = ReducerOptions(), {}
+        for name, value in vars(settings).items():
+            mine, default = getattr(self, name), getattr(plain, name)
+            if value in (default, mine):
+                continue
+            if mine != default:
+                raise ConfigError(
+                    f"The settings of the run say {name}={value!r}, and the options given to "
+                    f"DistributedOptimizer {name}={mine!r}. Leave one of the two out.")
+            changes[name] = value
+        return dataclasses.replace(self, **changes)
 
     def is_local(self, path: str, variable: Any) -> bool:
         """Whether the gradient of `variable`, called `path`, stays on its rank."""

@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
 from hvdtrain.errors import ConfigError
-from hvdtrain.optim import keras_seam
+from hvdtrain.optim import keras_model, keras_seam
 from hvdtrain.optim.names import CallNames
 from hvdtrain.optim.state import seed_variables
 
@@ -99,7 +99,7 @@ class LossOverRanks(keras.losses.Loss):  # type: ignore[misc]
         if self.reduction == "mean_with_sample_weight":
             if mask is None and sample_weight is None:
                 return value
-            own = keras_seam.sum_of_weights(sample_weight, mask, value.dtype)
+            own = keras_model.sum_of_weights(sample_weight, mask, value.dtype)
         elif self.reduction in _MEANS:
             own = tf.reduce_sum(tf.cast(mask, value.dtype))
         else:
@@ -110,12 +110,12 @@ class LossOverRanks(keras.losses.Loss):  # type: ignore[misc]
 
     def _value_and_mask(self, y_true: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, Any]:
         """The loss of Keras, and the mask that it has used."""
-        masks = [keras_seam.mask_of(y_pred)]
+        masks = [keras_model.mask_of(y_pred)]
         call: Callable[..., Any] = self.inner.call
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             losses = call(*args, **kwargs)
-            masks.append(keras_seam.mask_of(losses))
+            masks.append(keras_model.mask_of(losses))
             return losses
         keras_seam.set_on_instance(self.inner, "call", watched)
         try:
@@ -156,7 +156,7 @@ def share_losses(model: Any, collective: Collective) -> StepShare:
     share = StepShare()
     if compiled is None or collective.size == 1:
         return share
-    after = keras_seam.leaf_optimizers(model.optimizer)[0]._iterations
+    after = keras_seam.leaf_optimizers(keras_seam.optimizers_of(model))[0]._iterations
 
     def wrap(number: int, loss: Any) -> Any:
         inner = loss.inner if isinstance(loss, LossOverRanks) else loss
@@ -164,7 +164,7 @@ def share_losses(model: Any, collective: Collective) -> StepShare:
                 type(inner).__call__ is not keras.losses.Loss.__call__):
             return loss
         return LossOverRanks(inner, share, collective, f"hvdtrain.loss{number}", after)
-    keras_seam.replace_losses(compiled, wrap)
+    keras_model.replace_losses(compiled, wrap)
     return share
 
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
 from hvdtrain.errors import TrainingError
-from hvdtrain.optim import keras_seam
+from hvdtrain.optim import keras_model, keras_seam
 
 SEED_STRIDE = 7919
 """Added to dropout seeds once per rank: after a broadcast all ranks would drop the same units."""
@@ -28,9 +28,8 @@ def training_state(model: Any) -> list[Any]:
         Without those that each rank has for itself.
     """
     found: dict[int, Any] = {}
-    optimizer = getattr(model, "optimizer", None)
-    own = {id(v) for v in local_variables(model)}
-    for variable in [*model.variables, *(optimizer.variables if optimizer else []),
+    own = {id(v) for v in [*local_variables(model), *keras_model.states_of_samples(model)]}
+    for variable in [*model.variables, *keras_seam.variables_of(keras_seam.optimizers_of(model)),
                      keras_seam.global_seed_variable()]:
         if not keras_seam.is_divided(variable) and id(variable) not in own:
             found.setdefault(id(variable), variable)
@@ -39,12 +38,10 @@ def training_state(model: Any) -> list[Any]:
 
 def local_variables(model: Any) -> list[Any]:
     """Weights, and their state, that each rank has for itself (`ReducerOptions`)."""
-    optimizer = getattr(model, "optimizer", None)
-    if not optimizer:
-        return []
-    shared = {id(v) for v in keras_seam.shared_weights(optimizer, model.variables)}
+    optimizers = keras_seam.optimizers_of(model)
+    shared = {id(v) for v in keras_seam.shared_weights(optimizers, model.variables)}
     return [*(v for v in model.variables if id(v) not in shared),
-            *(v for leaf in keras_seam.leaf_optimizers(optimizer)
+            *(v for leaf in keras_seam.leaf_optimizers(optimizers)
               for v in keras_seam.local_slots(leaf))]
 
 
@@ -117,6 +114,20 @@ def restore_seeds(variables: Iterable[Any], seeds: Sequence[tuple[int, int]]) ->
             variable.assign(np.asarray(seed, _value(variable).dtype))
 
 
+def seed_dropout(model: Any, seed: int) -> None:
+    """Draw the seeds of a model's generators (dropout) from one seed; 0 leaves them as they are.
+
+    Keras' global generator too, from which layers without a seed draw. Every rank, before a
+    broadcast.
+    """
+    if seed == 0:
+        return
+    generators = seed_variables([*model.variables, keras_seam.global_seed_variable()])
+    for number, variable in enumerate(generators):
+        drawn = np.random.default_rng([seed, number]).integers(1 << 31)
+        variable.assign(np.asarray([drawn, 0], _value(variable).dtype))
+
+
 def fold_rank_into_seeds(variables: Iterable[Any], rank: int) -> None:
     """Give each rank its own dropout masks. Call after `broadcast`; rank 0 keeps its seeds."""
     if rank == 0:
@@ -127,12 +138,43 @@ def fold_rank_into_seeds(variables: Iterable[Any], rank: int) -> None:
         variable.assign(state)
 
 
+def check_same_model(collective: Collective, model: Any) -> None:
+    """Refuse to evaluate models that differ between the ranks. All ranks must call it.
+
+    Raises:
+        TrainingError: On every rank, naming the ranks and the first variable in which they do.
+    """
+    own = {id(v) for v in [*local_variables(model), *keras_model.states_of_samples(model)]}
+    check_equal(collective, [v for v in model.weights if id(v) not in own],
+                found="The ranks hold different models",
+                advice="Each rank evaluates its share of the samples, so the result would be a "
+                       "mixture. Load the same file on all ranks, or copy the chief's: "
+                       "hvdtrain.broadcast_variables(model.weights)")
+
+
+def average_accumulators(collective: Collective, optimizer: Any) -> None:
+    """Give all ranks the mean of the gradients that wait for the next update. All ranks.
+
+    Of an accumulation that is open. The mean over ranks of the next update stays what it is, and
+    a file of the chief holds all of it.
+    """
+    if collective.size == 1:
+        return
+    open_ones = keras_seam.open_accumulators(optimizer)
+    if open_ones:
+        means = collective.reduce([tf.convert_to_tensor(v) for v in open_ones],
+                                  name="hvdtrain.accumulators", op="average")
+        for variable, mean in zip(open_ones, means, strict=True):
+            variable.assign(mean)
+
+
 def average_statistics(collective: Collective, model: Any) -> int:
     """Give all ranks the mean of what layers have gathered about their data. All ranks.
 
     That is each float weight that no gradient updates and that differs between the ranks:
-    moving means and variances. One that is equal on all ranks stays as it is, bit for bit.
-    The mean of the ranks' variances leaves out how far their means lie apart.
+    moving means and variances, but not those of layers that each rank has for itself, nor the
+    states that a stateful layer keeps of its samples. One that is equal on all ranks stays as it
+    is, bit for bit. The mean of the ranks' variances leaves out how far their means lie apart.
 
     Args:
         collective: The collective to use.
@@ -143,8 +185,9 @@ def average_statistics(collective: Collective, model: Any) -> int:
     """
     if collective.size == 1:
         return 0
-    found = [v for v in model.non_trainable_weights
-             if keras.backend.is_float_dtype(keras.backend.standardize_dtype(v.dtype))]
+    own = {id(v) for v in [*local_variables(model), *keras_model.states_of_samples(model)]}
+    found = [v for v in model.non_trainable_weights if id(v) not in own
+             and keras.backend.is_float_dtype(keras.backend.standardize_dtype(v.dtype))]
     everyone = collective.gather_objects(digests(found).values)
     differing = [v for i, v in enumerate(found) if any(
         values[i] != everyone[0][i] for values in everyone)]
@@ -155,6 +198,12 @@ def average_statistics(collective: Collective, model: Any) -> int:
         for variable, mean in zip(differing, means, strict=True):
             variable.assign(mean.numpy().astype(_value(variable).dtype))
     return len(differing)
+
+
+_DRIFTED = (
+    "Something updates weights on one rank only (a callback, a custom train_step that bypasses "
+    "the optimizer, or different library versions on the hosts). Training was stopped; the last "
+    "checkpoint is from before.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,14 +222,16 @@ def digests(variables: Sequence[Any]) -> Digests:
                      for v in variables))
 
 
-def check_equal(collective: Collective, variables: Sequence[Any], *, when: str) -> None:
+def check_equal(collective: Collective, variables: Sequence[Any], *, found: str,
+                advice: str = "") -> None:
     """Stop where ranks hold different values. All ranks must call it.
 
     Args:
         collective: The collective to use.
         variables: Sequence of variables that must be bitwise equal on all ranks: weights that
             gradients update, and the optimizer's.
-        when: String for the message, e.g. `"after step 1"`.
+        found: String, begins the message: what differs, and when.
+        advice: String, ends it: what to do.
 
     Raises:
         TrainingError: On every rank, naming the ranks that differ from the majority and the
@@ -197,9 +248,6 @@ def check_equal(collective: Collective, variables: Sequence[Any], *, when: str) 
     first = next(i for i, (a, b) in enumerate(zip(majority, everyone[odd[0]], strict=True))
                  if a != b)
     raise TrainingError(
-        f"The ranks no longer hold the same weights {when}: rank"
-        f"{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} of {collective.size} "
-        f"differ from the others, first in `{mine.names[first]}`. Something updates weights on "
-        "one rank only (a callback, a custom train_step that bypasses the optimizer, or "
-        "different library versions on the hosts). Training was stopped; the last checkpoint "
-        "is from before.")
+        f"{found}: rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} of "
+        f"{collective.size} differ{'' if len(odd) > 1 else 's'} from the others, first in "
+        f"`{mine.names[first]}`. {advice or _DRIFTED}")

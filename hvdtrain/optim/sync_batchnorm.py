@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvdtrain.collectives.base import Collective
 from hvdtrain.collectives.current import current
 from hvdtrain.errors import OptimizerError
-from hvdtrain.optim import keras_seam
+from hvdtrain.optim import keras_model, keras_seam
 from hvdtrain.optim.names import CallNames
 from hvdtrain.optim.shares import has_samples
 
@@ -48,20 +48,20 @@ def sync_batchnorm(model: Any, collective: Collective | None = None) -> int:
         >>> hvdtrain.sync_batchnorm(model)
         53
     """
-    keras_seam.check_batch_normalization()
+    keras_model.check_batch_normalization()
     if collective is None:
         collective = current()
-    layers = keras_seam.batch_normalizations(model)
+    layers = keras_model.batch_normalizations(model)
     for layer in layers:
         if not is_synchronized(layer):
             moments = SyncMoments(layer, collective, f"hvdtrain.norm{next(_counter)}")
-            keras_seam.set_on_instance(layer, keras_seam.MOMENTS, moments)
+            keras_seam.set_on_instance(layer, keras_model.MOMENTS, moments)
     return len(layers)
 
 
 def is_synchronized(layer: Any) -> bool:
     """Whether this very layer uses the samples of all ranks; a copy of it does not."""
-    moments = vars(layer).get(keras_seam.MOMENTS)
+    moments = vars(layer).get(keras_model.MOMENTS)
     return isinstance(moments, SyncMoments) and moments.layer is layer
 
 

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.optim import keras_seam
+from hvdtrain.optim import keras_model, keras_seam
 
 
 def split_step(model: Any) -> Callable[[], None]:
@@ -66,7 +66,7 @@ def _step(model: Any, data: Any) -> Any:
     @tf.function(jit_compile=True)  # type: ignore[untyped-decorator]
     def compiled(x: Any, y: Any, sample_weight: Any) -> Any:
         with tf.GradientTape() as tape:
-            y_pred = keras_seam.call_in_training(model, x)
+            y_pred = keras_model.call_in_training(model, x)
             loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight,
                                        training=True)
             scaled = optimizer.scale_loss(loss)

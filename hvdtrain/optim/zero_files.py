@@ -50,24 +50,16 @@ def share_loaded(optimizer: Any) -> None:
         leaf.share_loaded()
 
 
-def check_use(optimizer: Any, callbacks: Sequence[Any], *, zero: bool, ranks: int) -> None:
+def check_use(optimizer: Any, callbacks: Sequence[Any]) -> None:
     """Refuse what does not go together in a training by `fit`.
 
     Args:
         optimizer: The optimizer of the model.
         callbacks: The user's callbacks.
-        zero: Boolean, the settings say that its state is divided.
-        ranks: Integer.
 
     Raises:
-        OptimizerError: It is not divided although the settings say so, or a callback would save
-            it on the chief alone.
+        OptimizerError: A callback would save it on the chief alone.
     """
-    if zero and ranks > 1 and not _leaves(optimizer):
-        raise OptimizerError(
-            "The settings say zero=True, but the model's optimizer "
-            f"({type(optimizer).__name__}) is distributed without it. Compile with "
-            "hvdtrain.DistributedOptimizer(optimizer, zero=True).")
     saving = tuple(getattr(keras.callbacks, name) for name in _SAVING
                    if hasattr(keras.callbacks, name))
     found = next((c for c in callbacks if isinstance(c, saving)), None)

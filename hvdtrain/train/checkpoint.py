@@ -12,6 +12,7 @@ from typing import Any
 
 from hvdtrain.errors import CheckpointError
 from hvdtrain.log import get_logger
+from hvdtrain.optim import keras_seam
 from hvdtrain.train.checkpoint_file import (
     RunState,
     read_state,
@@ -131,12 +132,12 @@ class _Writing(threading.Thread):
 
 
 def _load_into(model: Any, path: Path) -> None:
-    before = len(model.optimizer.variables)
+    before = len(keras_seam.variables_of(keras_seam.optimizers_of(model)))
     try:
         model.load_weights(path)
     except (ValueError, KeyError, OSError) as error:
         raise CheckpointError(
             f"Checkpoint {path} is whole but does not fit this model: {error}\nThe job was "
             "changed since. Undo the change, or start afresh with --overwrite.") from error
-    if len(model.optimizer.variables) != before:
+    if len(keras_seam.variables_of(keras_seam.optimizers_of(model))) != before:
         raise CheckpointError(f"Checkpoint {path} holds another optimizer than this job's.")

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.errors import CheckpointError
-from hvdtrain.optim import keras_seam
+from hvdtrain.optim import keras_model
 
 STATE_MEMBER = "hvdtrain.json"
 ARRAYS_MEMBER = "hvdtrain.npz"
@@ -36,10 +36,10 @@ class RunState:
     step: int
     """Training steps that were done."""
     ranks: int
-    lr_scale: float
-    """Factor that the learning rate was multiplied with."""
     version: str
     """The hvdtrain that wrote it."""
+    lr_scale: float = 1.0
+    """Factor in the learning rate of the file: 1, or what version 0.1 has multiplied it with."""
     seeds: tuple[tuple[int, int], ...] = ()
     """The chief's seed generators (dropout), in the order of `optim.state.seed_variables`;
     Keras itself does not restore them."""
@@ -84,7 +84,7 @@ def save_model(model: Any, path: Path, state: RunState | None = None) -> None:
 def serialized(model: Any, state: RunState) -> io.BytesIO:
     """The file that `save_model` would write, in memory."""
     file = io.BytesIO()
-    keras_seam.save_to_memory(model, file)
+    keras_model.save_to_memory(model, file)
     _add_state(file, state)
     return file
 

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
 from hvdtrain.errors import TrainingError
-from hvdtrain.optim import keras_seam
+from hvdtrain.optim import keras_model
 
 
 def metric_variables(model: Any) -> list[Any]:
@@ -43,7 +43,7 @@ def refuse_unmergeable(collective: Collective, model: Any) -> None:
     """
     if collective.size == 1:
         return
-    for metric in keras_seam.leaf_metrics(model):
+    for metric in keras_model.leaf_metrics(model):
         if callable(getattr(metric, "merge_states", None)):
             continue
         held = [np.asarray(v.numpy()) for v in metric.variables]
@@ -59,11 +59,12 @@ def refuse_unmergeable(collective: Collective, model: Any) -> None:
                 "(docs/training.md tells how).")
 
 
-def merged_results(collective: Collective, model: Any) -> dict[str, float]:
+def merged_results(collective: Collective, model: Any) -> dict[str, Any]:
     """The results of the model's metrics over the samples of all ranks. All ranks.
 
     Returns:
-        A dictionary of floats, equal on all ranks, e.g. `{"loss": 0.3, "accuracy": 0.9}`.
+        A dictionary of floats (arrays of metrics that give one), equal on all ranks, e.g.
+        `{"loss": 0.3, "accuracy": 0.9}`.
     """
     scope_values = _merged(collective, model) if collective.size > 1 else []
     with keras.StatelessScope(state_mapping=scope_values):
@@ -74,15 +75,42 @@ def merged_results(collective: Collective, model: Any) -> dict[str, float]:
     return as_figures(results)
 
 
-def as_figures(results: Mapping[str, Any]) -> dict[str, float]:
-    """Results of metrics as floats, those of a metric that gives several beside the others."""
-    found: dict[str, float] = {}
-    for name, value in results.items():
-        if isinstance(value, Mapping):
-            found |= as_figures(value)
-        else:
-            found[name] = float(np.asarray(value).mean())
+def merged_logs(collective: Collective, model: Any, logs: Any, *,
+                metrics: Collective | None = None) -> dict[str, Any]:
+    """The figures of all ranks in place of those of this rank's last step. All ranks.
+
+    Args:
+        collective: The collective of the run.
+        model: A model whose metrics hold this rank's states.
+        logs: What its last step has given; nothing of a rank that had none.
+        metrics: What sums the metrics; defaults to `collective`.
+
+    Returns:
+        A dictionary, equal on all ranks: results of metrics over all samples, where the step
+        gives them; of other figures, which a `train_step` or `test_step` has computed, the mean
+        over the ranks that have them.
+    """
+    merged = merged_results(metrics or collective, model)
+    everyone = collective.gather_objects(as_figures(logs or {}))
+    names = list(dict.fromkeys(name for theirs in everyone for name in theirs))
+    found = {name: value for name, value in merged.items() if name in names or not names}
+    for name in names:
+        if name not in merged:
+            values = [theirs[name] for theirs in everyone if name in theirs]
+            found[name] = (float(np.mean(values)) if all(isinstance(v, float) for v in values)
+                           else values[0])
     return found
+
+
+def as_figures(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Results of metrics as Keras gives them to callbacks.
+
+    Returns:
+        Floats, and arrays of metrics that give one; those of a metric that gives a dictionary
+        beside the others.
+    """
+    return {name: value if isinstance(value, (float, str)) else np.asarray(value)
+            for name, value in keras_model.pythonify_logs(results).items()}
 
 
 def merged_states(collective: Collective, model: Any) -> tuple[tuple[float, ...], ...]:
@@ -112,7 +140,7 @@ def restore_states(model: Any, states: Sequence[Sequence[float]], *, is_chief: b
 
 def _merged(collective: Collective, model: Any) -> list[tuple[Any, Any]]:
     """Each variable of the metrics, and its value over all ranks; in the order of the model."""
-    own = [m for m in keras_seam.leaf_metrics(model)
+    own = [m for m in keras_model.leaf_metrics(model)
            if callable(getattr(m, "merge_states", None))]
     theirs = {id(v) for metric in own for v in metric.variables}
     variables = metric_variables(model)

@@ -11,7 +11,7 @@ import hvdtrain
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import CheckpointError
 from hvdtrain.log import get_logger
-from hvdtrain.optim import state
+from hvdtrain.optim import keras_seam, state
 from hvdtrain.optim.kept_back_files import restore_kept_back
 from hvdtrain.optim.zero_files import consolidated
 from hvdtrain.session import Session
@@ -73,7 +73,7 @@ def resume(model: Any, session: Session, config: TrainConfig, store: CheckpointS
     Raises:
         CheckpointError: On every rank: no checkpoint can be read, or it is of another model.
     """
-    start = RunState(epoch=0, step=0, ranks=plan.shards.size, lr_scale=plan.lr.scale,
+    start = RunState(epoch=0, step=0, ranks=plan.shards.size,
                      version=hvdtrain.__version__)
     if not config.resume or store is None:
         return start
@@ -83,7 +83,7 @@ def resume(model: Any, session: Session, config: TrainConfig, store: CheckpointS
             get_logger().info("No checkpoint in %s yet: starting from the beginning.",
                               store.folder)
         return start
-    used = restore_kept_back(model.optimizer, found.kept_back)
+    used = restore_kept_back(keras_seam.optimizers_of(model), found.kept_back)
     if session.world.is_chief:
         if found.kept_back and not used:
             get_logger().warning(
@@ -95,7 +95,7 @@ def resume(model: Any, session: Session, config: TrainConfig, store: CheckpointS
             get_logger().warning(
                 "A checkpoint holds the chief's variables only. What other ranks have for "
                 "themselves (`%s`%s) begins anew.", own[0].path, ", ..." if own[1:] else "")
-        schedule.rescale(model.optimizer, plan.lr.scale / found.lr_scale)
+        schedule.rescale(keras_seam.optimizers_of(model), 1 / found.lr_scale)
         state.restore_seeds(state.training_state(model), found.seeds)
         within = f" and {found.samples} samples of the next" if found.samples else ""
         get_logger().info(
@@ -118,7 +118,7 @@ def make_saver(session: Session, plan: TrainPlan, store: CheckpointStore | None,
         return None
     return CheckpointSaver(
         collective=session.collective, progress=session.progress, store=store,
-        shards=plan.shards, lr_scale=plan.lr.scale, version=hvdtrain.__version__, states=states)
+        shards=plan.shards, version=hvdtrain.__version__, states=states)
 
 
 def save_times(config: TrainConfig) -> SaveTimes:
@@ -169,6 +169,6 @@ def save_final(model: Any, session: Session, config: TrainConfig) -> Path | None
     if config.output is None:
         return None
     path = config.output / "model.keras"
-    with consolidated(model.optimizer):
+    with consolidated(keras_seam.optimizers_of(model)):
         on_chief(session.collective, lambda: save_model(model, path))
     return path

@@ -14,12 +14,13 @@ from hvdtrain.data.stream import StreamSource, one_sample
 from hvdtrain.data.stream_plan import StreamPlan
 from hvdtrain.errors import OptimizerError
 from hvdtrain.log import get_logger
-from hvdtrain.optim import keras_seam
-from hvdtrain.optim.distributed import DistributedOptimizer, is_distributed
+from hvdtrain.optim import keras_model, keras_seam
+from hvdtrain.optim.distributed import distribute_as_set
+from hvdtrain.optim.options import ReducerOptions
 from hvdtrain.session import Session
 
 
-def plan_steps(train: Source | StreamSource, validation: Source | StreamSource | None,
+def plan_steps(model: Any, train: Source | StreamSource, validation: Source | StreamSource | None,
                session: Session, config: TrainConfig) -> ShardPlan | StreamPlan:
     """Which samples each rank trains on; of streams, how many."""
     collective, world = session.collective, session.world
@@ -34,24 +35,18 @@ def plan_steps(train: Source | StreamSource, validation: Source | StreamSource |
     return ShardPlan(
         samples=len(train), rank=world.rank, size=world.size,
         batch_per_rank=config.batch_per_rank, seed=config.seed, shuffle=config.shuffle,
-        remainder=config.remainder)
+        remainder=config.remainder, whole_batches=keras_model.has_fixed_batch(model))
 
 
-def prepare_optimizer(model: Any, session: Session) -> None:
-    """Check that gradients are reduced, and undo what `compile` did against it."""
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None:
+def prepare_optimizers(model: Any, session: Session, config: TrainConfig) -> None:
+    """Let all optimizers of the model reduce their gradients as set. All ranks."""
+    found = keras_seam.found_optimizers(model)
+    if not found:
         raise OptimizerError("The model is not compiled. Call model.compile(optimizer, loss) "
                              "before training.")
-    leaves = keras_seam.leaf_optimizers(optimizer)
-    if not is_distributed(optimizer) and not all(is_distributed(leaf) for leaf in leaves):
-        raise OptimizerError(
-            f"The model's optimizer ({type(optimizer).__name__}) is not distributed: each rank "
-            "would train alone. Compile with hvdtrain.DistributedOptimizer(optimizer). A copied, "
-            "unpickled or reloaded optimizer is a plain one again: call "
-            "hvdtrain.DistributedOptimizer(model.optimizer) after loading.")
-    # compile() wraps an optimizer in a plain LossScaleOptimizer under mixed_float16.
-    DistributedOptimizer(optimizer, collective=session.collective)
+    for optimizer in found:
+        distribute_as_set(optimizer, session.collective, ReducerOptions.of(config),
+                          zero=config.zero)
     keras_seam.self_test()
     if model.jit_compile:
         model.jit_compile = False
@@ -59,13 +54,24 @@ def prepare_optimizer(model: Any, session: Session) -> None:
 
 
 def build_model(model: Any, train: Source | StreamSource) -> None:
-    """Build model and optimizer now: what is built during tracing cannot be broadcast."""
-    if not model.built:
-        sample = one_sample(train)
+    """Build model and optimizers now: what is built during tracing cannot be broadcast.
+
+    Where a `train_step` of the model's own uses more than its `call`, that is traced once.
+    """
+    several = len(keras_seam.found_optimizers(model)) > 1
+    sample = None if _is_built(model) and not several else one_sample(train)
+    if not _is_built(model) and keras_model.has_call(model):
         inputs = sample[0] if isinstance(sample, tuple) else sample
         model(tf.nest.map_structure(tf.convert_to_tensor, inputs))
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
+    if several or not _is_built(model):
+        keras_model.trace_train_step(model, sample)
+    for optimizer in keras_seam.optimizers_of(model):
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
+
+
+def _is_built(model: Any) -> bool:
+    return all(layer.built for layer in model._flatten_layers())
 
 
 def fit_steps_per_execution(model: Any, session: Session, steps: int) -> None:

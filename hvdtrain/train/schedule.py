@@ -6,9 +6,9 @@ warmup from the base rate:
 
     factor(step) = 1 + (scale - 1) * min(1, step / warmup_steps)
 
-A rate that is a number is multiplied in the optimizer's own variable, so that callbacks which
-read and set it (`ReduceLROnPlateau`) go on from the scaled value; a rate that is a schedule
-stays as it is and is multiplied at each update. Saved files hold the plain optimizer.
+The rate of the optimizer, a number or a schedule, stays what the user made it: it is multiplied
+at each update of `fit`. So callbacks read and set the rate of one process, files hold it, and a
+second `fit`, a loaded model or another number of ranks scale it once.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class LrPlan:
     scale: float
     warmup_steps: int
 
-    def ramp(self, step: float) -> float:
-        """The factor at a step, as a share of the full scale: 1 after the warmup."""
+    def factor(self, step: float) -> float:
+        """The factor on the rate of the update after `step` steps."""
         if self.warmup_steps == 0 or step >= self.warmup_steps:
-            return 1.0
-        return (1 + (self.scale - 1) * step / self.warmup_steps) / self.scale
+            return self.scale
+        return 1 + (self.scale - 1) * step / self.warmup_steps
 
     def describe(self, base: str) -> str:
         """One line for the plan."""
@@ -92,19 +92,23 @@ def base_rate(optimizer: Any) -> str:
 
 
 def install(optimizer: Any, plan: LrPlan) -> None:
-    """Scale the learning rate of a distributed optimizer. Every rank; before training."""
+    """Multiply the rate of each update of a distributed optimizer, until `remove`. Every rank."""
     for leaf in keras_seam.leaf_optimizers(optimizer):
-        number = keras_seam.rate_variable(leaf)
-        if number is not None:
-            number.assign(number * plan.scale)
         state = state_of(leaf)
         if state is not None:
-            state.learning_rate_multiplier = multiplier(
-                plan, plan.scale if number is None else 1.0)
+            state.learning_rate_multiplier = multiplier(plan)
+
+
+def remove(optimizer: Any) -> None:
+    """Undo `install`. Every rank; the train function must be traced anew."""
+    for leaf in keras_seam.leaf_optimizers(optimizer):
+        state = state_of(leaf)
+        if state is not None:
+            state.learning_rate_multiplier = None
 
 
 def rescale(optimizer: Any, ratio: float) -> None:
-    """Multiply rates that are numbers: a checkpoint of another number of ranks was loaded."""
+    """Multiply rates that are numbers: version 0.1 has saved them scaled."""
     for leaf in keras_seam.leaf_optimizers(optimizer):
         number = keras_seam.rate_variable(leaf)
         if number is not None:
@@ -114,27 +118,22 @@ def rescale(optimizer: Any, ratio: float) -> None:
 def effective_rate(optimizer: Any, plan: LrPlan) -> float:
     """The rate of the next update of the first leaf, with scale and warmup."""
     leaf = keras_seam.leaf_optimizers(optimizer)[0]
-    step = int(leaf._iterations.numpy())
     rate = float(tf.convert_to_tensor(leaf.learning_rate).numpy())
-    full = plan.scale if keras_seam.rate_variable(leaf) is None else 1.0
-    return rate * full * plan.ramp(step)
+    return rate * plan.factor(int(leaf._iterations.numpy()))
 
 
-def multiplier(plan: LrPlan, full: float) -> Callable[[Any], Any] | None:
+def multiplier(plan: LrPlan) -> Callable[[Any], Any] | None:
     """The factor on the learning rate of an update, as a function of the updates before it.
-
-    Args:
-        plan: The scaling.
-        full: Float, the factor after the warmup: `plan.scale` where the rate is a schedule, 1
-            where the scale is in the optimizer's variable already.
 
     Returns:
         A callable from an integer tensor to a float tensor; None where the factor is always 1.
     """
+    if plan.scale == 1.0:
+        return None
     if plan.warmup_steps == 0:
-        return None if full == 1.0 else (lambda iteration: tf.constant(full))
+        return lambda iteration: tf.constant(plan.scale)
 
     def factor(iteration: Any) -> Any:
         done = tf.minimum(1.0, tf.cast(iteration, tf.float32) / plan.warmup_steps)
-        return full * (1.0 + (plan.scale - 1.0) * done) / plan.scale
+        return 1.0 + (plan.scale - 1.0) * done
     return factor

@@ -35,7 +35,7 @@ def compiled(seed=1):
     return model
 
 
-STATE = RunState(epoch=1, step=5, ranks=1, lr_scale=1.0, version="test", callbacks=(
+STATE = RunState(epoch=1, step=5, ranks=1, version="test", callbacks=(
     {"class": "Own", "state": {"best": 0.25, "kept": [np.arange(3.0), {"a": np.eye(2)}]}},))
 
 

@@ -205,7 +205,7 @@ def weights_of(model):
 
 def test_settings_of_the_run_decide_the_order(folder, one_rank):
     def plan(source, **config):
-        return plan_steps(source, None, one_rank, TrainConfig(**config))
+        return plan_steps(keras.Sequential(), source, None, one_rank, TrainConfig(**config))
     assert plan(shares_of(folder), seed=7).shuffle
     assert plan(shares_of(folder), seed=7).seed == 7
     assert not plan(shares_of(folder), shuffle=False).shuffle

@@ -93,14 +93,6 @@ def test_the_end_is_the_same(tmp_path, name):
     assert [line["epoch"] for line in lines] == [1, 2]
 
 
-def test_a_stop_waits_for_the_end_of_an_accumulation(tmp_path):
-    config = TrainConfig(epochs=2, batch_per_rank=8, output=tmp_path, tensorboard=False)
-    ask = AskAt(0, 21)
-    with pytest.raises(StoppedError, match="after step 24 of epoch 1"):
-        hvdtrain.fit(made(CASES["accumulation"][1]), data(), config=config, callbacks=[ask],
-                     stop_asked=lambda: ask.asked)
-
-
 def test_another_batch_size_goes_on_at_the_same_sample(tmp_path):
     config = TrainConfig(epochs=2, batch_per_rank=8, output=tmp_path, tensorboard=False)
     ask = AskAt(1, 10)

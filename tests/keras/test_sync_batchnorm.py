@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import hvdtrain
 from hvdtrain.errors import ConfigError, OptimizerError
-from hvdtrain.optim import keras_seam
+from hvdtrain.optim import keras_model
 from hvdtrain.optim.sync_batchnorm import is_synchronized
 
 
@@ -20,7 +20,7 @@ def small():
 
 
 def norms(model):
-    return keras_seam.batch_normalizations(model)
+    return keras_model.batch_normalizations(model)
 
 
 def test_a_saved_model_and_a_copy_are_plain(tmp_path):
@@ -39,9 +39,9 @@ def test_a_saved_model_and_a_copy_are_plain(tmp_path):
 def test_a_second_call_changes_nothing():
     model = small()
     hvdtrain.sync_batchnorm(model)
-    first = [vars(layer)[keras_seam.MOMENTS] for layer in norms(model)]
+    first = [vars(layer)[keras_model.MOMENTS] for layer in norms(model)]
     hvdtrain.sync_batchnorm(model)
-    assert [vars(layer)[keras_seam.MOMENTS] for layer in norms(model)] == first
+    assert [vars(layer)[keras_model.MOMENTS] for layer in norms(model)] == first
 
 
 def test_one_rank_normalizes_as_plain_keras_does():

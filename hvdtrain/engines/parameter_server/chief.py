@@ -26,7 +26,7 @@ from hvdtrain.engines.parameter_server.synchronous import Synchronous
 from hvdtrain.engines.parameter_server.trainer import Run, Trainer
 from hvdtrain.errors import DataError
 from hvdtrain.job import Job
-from hvdtrain.optim import keras_seam
+from hvdtrain.optim import keras_model
 from hvdtrain.runtime.progress import Progress
 from hvdtrain.session import Session
 from hvdtrain.train import schedule
@@ -129,9 +129,6 @@ def _train(job: Job, ready: _Prepared, config: TrainConfig, cluster: Cluster, se
            opened: Callable[[], None]) -> FitResult:
     progress, store = session.progress, open_output(session, config)
     opened()
-    rate = keras_seam.rate_variable(ready.model.optimizer)
-    if rate is not None:
-        rate.assign(rate * ready.plan.lr.scale)
     begin = resume(ready.model, session, config, store, ready.plan)
     writers = [] if store is None else make_writers(
         session, ready.plan, store, begin.epoch, ready.plan.shards.step_after(begin.samples))
@@ -161,7 +158,7 @@ def _prepare(job: Job, config: TrainConfig, cluster: Cluster) -> _Prepared:
     keras_parts.check_model(model)
     build_model(model, splits.train)
     fused, partitioner = layout(model, config.ps)
-    keras_seam.build_metrics(model, splits.train.read(np.zeros(1, np.int64)))
+    keras_model.build_metrics(model, splits.train.read(np.zeros(1, np.int64)))
     elementwise = keras_parts.is_elementwise(model.optimizer)
     parts = take_apart(model, splits.train.signature,
                        sparse=config.ps.sparse_embeddings and elementwise)
@@ -205,11 +202,8 @@ def _machinery(ready: _Prepared, config: TrainConfig, cluster: Cluster, strategy
                coordinator: Any) -> Machinery:
     parameters = ServerParameters(strategy, ready.parts, config.ps, fused=ready.fused,
                                   partitioner=ready.partitioner)
-    number = keras_seam.rate_variable(ready.model.optimizer)
-    lr = ready.plan.lr
     optimizer = ServerOptimizer(
-        strategy, parameters, ready.model,
-        schedule.multiplier(lr, lr.scale if number is None else 1.0))
+        strategy, parameters, ready.model, schedule.multiplier(ready.plan.lr))
     state = StateVector(strategy, ready.parts.state)
     metrics = MetricStates(ready.model, ready.parts.metrics)
     return Machinery(

@@ -234,9 +234,11 @@ class Trainer:
         own = type(model).test_step is not keras.Model.test_step
         if own or self._config.ps.evaluation == "direct":
             dataset = evaluation_dataset(validation, np.arange(len(validation)), batch)
-            found = model.evaluate(dataset, verbose=0, return_dict=True)
+            found = model.evaluate(dataset, verbose=0, return_dict=True,
+                                   callbacks=self._callbacks)
             model.reset_metrics()
-            return {name: float(value) for name, value in found.items()}
+            return dict(found)
+        self._heeding("on_test_begin", self._callbacks.on_test_begin)
         batches = -(-len(validation) // batch)
         length = share_of(self._config.ps.steps_per_closure, batches, self._m.workers)
         flying = InFlight(self._m.coordinator)
@@ -246,7 +248,13 @@ class Trainer:
         gained = self._m.metrics.nothing()
         for _, part in sorted(flying.drain(), key=lambda pair: pair[0]):
             gained = gained + np.asarray(part)
-        return self._m.metrics.results(gained)
+        logs = self._m.metrics.results(gained)
+        if self._wants("on_test_batch_begin") or self._wants("on_test_batch_end"):
+            for step in range(batches):  # they run on workers, in no order
+                self._callbacks.on_test_batch_begin(step)
+                self._callbacks.on_test_batch_end(step, logs)
+        self._heeding("on_test_end", lambda: self._callbacks.on_test_end(logs))
+        return logs
 
     def _evaluate_closure(self, begin: Any, end: Any) -> Any:
         m = self._m
@@ -269,7 +277,7 @@ class Trainer:
         if run.store is not None:
             state = RunState(
                 epoch=self._epoch, step=keras_seam.steps_done(run.model.optimizer),
-                ranks=self._mode.replicas, lr_scale=run.plan.lr.scale, version=run.begin.version,
+                ranks=self._mode.replicas, version=run.begin.version,
                 samples=run.plan.shards.samples_before(done),
                 metrics=self._m.metrics.total(self._gained) if done else ())
             with run.progress.phase("saving a checkpoint"):

@@ -16,7 +16,7 @@ from hvdtrain.errors import TrainingError
 from hvdtrain.optim import keras_seam
 from hvdtrain.train.callbacks.coordinator import Coordinator
 from hvdtrain.train.callbacks.saver import METRICS, CheckpointSaver
-from hvdtrain.train.metrics import merged_results, merged_states
+from hvdtrain.train.metrics import merged_logs, merged_states
 
 _SUMMED = SingleCollective()
 """For metrics: what is read is over all replicas already."""
@@ -34,8 +34,8 @@ class StrategyCoordinator(Coordinator):
         super().__init__(**others)
         self._strategy = strategy
 
-    def _results(self) -> dict[str, float]:
-        return merged_results(_SUMMED, self.model)
+    def _figures(self, logs: Any) -> dict[str, Any]:
+        return merged_logs(self._collective, self.model, logs, metrics=_SUMMED)
 
     def _average_statistics(self) -> None:
         replicas.average_statistics(self._strategy, self._collective, self.model)
@@ -54,8 +54,11 @@ class StrategyCoordinator(Coordinator):
                 "data of these steps, lower the learning rate, or add clipping "
                 "(global_clipnorm=1.0).")
 
-    def _compare_weights(self, when: str) -> None:
-        super()._compare_weights(when)
+    def compare_weights(self, when: str) -> None:
+        """As there, and between the replicas of this process."""
+        super().compare_weights(when)
+        if not self._check_weights:
+            return
         replicas.check_replicas_equal(
             self._strategy, [*self.model.trainable_variables,
                              *keras_seam.shared_variables(self.model.optimizer)], when=when)

@@ -57,10 +57,7 @@ def hook_optimizer(model: Any, strategy: Any) -> None:
 def scale_learning_rate(optimizer: Any, plan: LrPlan) -> None:
     """Scale the learning rate, as `train.schedule.install` does. Every process; once."""
     for leaf in keras_seam.leaf_optimizers(optimizer):
-        number = keras_seam.rate_variable(leaf)
-        if number is not None:
-            number.assign(number * plan.scale)
-        factor = multiplier(plan, plan.scale if number is None else 1.0)
+        factor = multiplier(plan)
         if factor is not None:
             _hook_rate(leaf, factor)
 

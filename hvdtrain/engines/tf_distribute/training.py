@@ -35,17 +35,17 @@ from hvdtrain.engines.tf_distribute.strategies import (
 )
 from hvdtrain.job import Job
 from hvdtrain.log import get_logger
-from hvdtrain.optim import keras_seam, state
+from hvdtrain.optim import keras_model, state
 from hvdtrain.runtime.progress import IDLE, Progress
 from hvdtrain.runtime.watchdog import start_watchdog
 from hvdtrain.session import Session
 from hvdtrain.train.callbacks.coordinator import StopAgreement
-from hvdtrain.train.callbacks.mid_epoch import GoOn, skip_steps
-from hvdtrain.train.callbacks.state import CallbackStates, RestoreCallbacks
+from hvdtrain.train.callbacks.state import CallbackStates
 from hvdtrain.train.callbacks.user import divide
 from hvdtrain.train.checkpoint import CheckpointStore
 from hvdtrain.train.checkpoint_file import RunState
 from hvdtrain.train.fit import FitResult, first_step_of
+from hvdtrain.train.loop import RankCallbacks, joined, skip_steps
 from hvdtrain.train.output import make_writers, open_output, resume, save_final, save_times
 from hvdtrain.train.plan import TrainPlan, compare_settings, make_plan, verbosity
 from hvdtrain.train.prepare import build_model, fit_steps_per_execution
@@ -188,7 +188,7 @@ class StrategyRun:
             self.strategy, collective=session.collective, progress=session.progress,
             lr_plan=plan.lr, evaluate=self._evaluator(model, validation), stop=stop,
             check_weights=config.check_weights, stop_on_nan=config.stop_on_nan,
-            stop_asked=stop_asked, saver=saver, times=times, first_step=first_step)
+            stop_asked=stop_asked, saver=saver, times=times)
         writers = [] if store is None else make_writers(
             session, plan, store, begin.epoch, first_step, saver=saver, times=times)
         dataset = training_input(
@@ -196,16 +196,19 @@ class StrategyRun:
             first_replica=plan.shards.rank, replicas_here=self.replicas_here,
             first_epoch=begin.epoch, first_step=first_step)
         with self.strategy.scope():
-            keras_seam.build_metrics(model, train.read(np.zeros(1, np.int64)))
+            keras_model.build_metrics(model, train.read(np.zeros(1, np.int64)))
         if first_step:
             skip_steps(model, first_step)
-        history = model.fit(
-            dataset, epochs=config.epochs, initial_epoch=begin.epoch,
-            steps_per_epoch=plan.shards.steps, shuffle=False,
-            verbose=verbosity(session.world),
+        together = RankCallbacks(
+            callbacks, divide(callbacks, session), coordinator=coordinator,
+            after=[stop, *writers], model=model, collective=session.collective, states=states,
             # Every process restores the whole metrics: the strategy divides what is assigned.
-            callbacks=[GoOn(begin, is_chief=True), coordinator, *divide(callbacks, session),
-                       stop, *writers, RestoreCallbacks(states, begin.callbacks)])
+            begin=begin, first_step=first_step, holds_metrics=True,
+            verbose=verbosity(session.world), epochs=config.epochs, steps=plan.shards.steps)
+        with joined(model, coordinator):
+            history = model.fit(
+                dataset, epochs=config.epochs, initial_epoch=begin.epoch,
+                steps_per_epoch=plan.shards.steps, shuffle=False, callbacks=together)
         if saver is not None:
             saver.wait()
         return dict(history.history)
@@ -217,11 +220,12 @@ class StrategyRun:
         session = self.session
         return StrategySaver(
             self.strategy, collective=session.collective, progress=session.progress, store=store,
-            shards=plan.shards, lr_scale=plan.lr.scale, version=hvdtrain.__version__,
+            shards=plan.shards, version=hvdtrain.__version__,
             states=states)
 
-    def _evaluator(self, model: Any, validation: Source | None) -> Callable[[], None] | None:
-        """A function that leaves the validation's figures in the metrics, over all replicas."""
+    def _evaluator(self, model: Any, validation: Source | None
+                   ) -> Callable[[Any], dict[str, Any]] | None:
+        """Evaluates on all replicas, with the calls of callbacks that Keras makes."""
         if validation is None:
             return None
         world = self.session.world
@@ -229,12 +233,18 @@ class StrategyRun:
             self.strategy, validation, process=world.rank, processes=world.size,
             replicas_here=self.replicas_here, batch=self.config.batch_per_rank)
 
-        def evaluate() -> None:
-            model.reset_metrics()
+        def evaluate(callbacks: Any) -> dict[str, Any]:
             asked, model.steps_per_execution = model.steps_per_execution, 1
             model.make_test_function()
-            iterator = iter(given.dataset) if given.steps else None
-            for _ in range(given.steps):
-                model.test_function(iterator)
+            callbacks.on_test_begin()
+            model.reset_metrics()
+            iterator, logs = iter(given.dataset) if given.steps else None, {}
+            for step in range(given.steps):
+                callbacks.on_test_batch_begin(step)
+                logs = model.test_function(iterator)
+                callbacks.on_test_batch_end(step, logs)
             model.steps_per_execution = asked
+            figures = keras_model.pythonify_logs(model._get_metrics_result_or_logs(logs))
+            callbacks.on_test_end(figures)
+            return figures
         return evaluate

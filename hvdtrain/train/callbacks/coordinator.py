@@ -5,14 +5,14 @@
   from the time they took, which the ranks exchange, so that it is about `AGREE_EVERY_S` on every
   machine.
 - After the first step and each epoch: a checksum of weights and optimizer, compared over ranks.
-- At the end of an epoch: metrics of all ranks in place of this rank's, evaluation on all ranks,
-  the learning rate. Later callbacks see only these.
+- After the last step of an epoch: metrics of all ranks in place of this rank's, evaluation on all
+  ranks, the learning rate. All callbacks see only these.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import keras
@@ -24,9 +24,8 @@ from hvdtrain.errors import EXIT_STOPPED, TrainingError
 from hvdtrain.optim import keras_seam, state
 from hvdtrain.optim.distributed import state_of
 from hvdtrain.runtime.progress import Progress
-from hvdtrain.train.callbacks.mid_epoch import has_whole_updates
 from hvdtrain.train.callbacks.saver import CheckpointSaver, SaveTimes
-from hvdtrain.train.metrics import merged_results, refuse_unmergeable
+from hvdtrain.train.metrics import merged_logs, refuse_unmergeable
 from hvdtrain.train.schedule import LrPlan, effective_rate
 
 AGREE_EVERY_S = 2.0
@@ -64,22 +63,21 @@ class Coordinator(keras.callbacks.Callback):
         collective: The collective of the run.
         progress: Of this rank, for the watchdog.
         lr_plan: Scaling of the learning rate.
-        evaluate: Callable that evaluates this rank's share of the validation data, leaving its
-            metric states in the model; None without validation data.
+        evaluate: Callable that is given the list of callbacks and evaluates this rank's share of
+            the validation data as Keras does, with its calls of callbacks; returns what
+            `model.evaluate` returns as a dictionary. None without validation data.
         check_weights: Boolean, compare checksums.
         stop_on_nan: Boolean, stop when a loss is not finite.
         stop_asked: Callable that tells whether this process was told to stop.
         stop: The callback that knows what the user's callbacks ask for.
         saver: Writes checkpoints within an epoch; None where nothing is saved.
         times: When one is due within an epoch, beside a stop.
-        first_step: Integer, steps of the first epoch that were done by a former run.
     """
 
     def __init__(self, *, collective: Collective, progress: Progress, lr_plan: LrPlan,
-                 evaluate: Callable[[], None] | None, check_weights: bool, stop_on_nan: bool,
-                 stop_asked: Callable[[], bool], stop: StopAgreement,
-                 saver: CheckpointSaver | None = None, times: SaveTimes | None = None,
-                 first_step: int = 0) -> None:
+                 evaluate: Callable[[Any], dict[str, Any]] | None, check_weights: bool,
+                 stop_on_nan: bool, stop_asked: Callable[[], bool], stop: StopAgreement,
+                 saver: CheckpointSaver | None = None, times: SaveTimes | None = None) -> None:
         super().__init__()
         self._collective = collective
         self._progress = progress
@@ -87,11 +85,14 @@ class Coordinator(keras.callbacks.Callback):
         self._saver = saver
         self._times = times or SaveTimes()
         self._clock_asks = False
-        self._skip_before = first_step
         self._stopping = False
         self._epoch = 0
         self._lr_plan = lr_plan
         self._evaluate = evaluate
+        self.callbacks: Any = None
+        """The list of all callbacks of the run, for the evaluation."""
+        self.is_evaluating = False
+        """The validation data of the run are being evaluated."""
         self._check_weights = check_weights
         self._stop_on_nan = stop_on_nan
         self._stop_asked = stop_asked
@@ -101,12 +102,27 @@ class Coordinator(keras.callbacks.Callback):
         self._next_agreement = 1
         self._agreed_at = (0, time.monotonic())
 
-    def watch_loss(self, optimizer: Any) -> None:
-        """Look at each step's loss. Before the train function is traced."""
-        hooked = state_of(optimizer)
-        if self._stop_on_nan and hooked is not None:
-            self._watch = LossWatch(optimizer)
-            hooked.loss_watch = self._watch
+    def watch_loss(self, optimizers: Sequence[Any]) -> Callable[[], None]:
+        """Look at each step's loss. Before the train function is traced.
+
+        Returns:
+            A function that undoes it.
+        """
+        watched = [found for optimizer in optimizers if (found := state_of(optimizer)) is not None]
+        if self._stop_on_nan and watched:
+            self._watch = LossWatch(optimizers)
+            for hooked in watched:
+                hooked.loss_watch = self._watch
+
+        def undo() -> None:
+            for hooked in watched:
+                hooked.loss_watch = None
+        return undo
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Keras returns after this, when the iterator of the data is deleted."""
+        del logs
+        self._progress.enter("closing the data")
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Remember which it is."""
@@ -120,8 +136,6 @@ class Coordinator(keras.callbacks.Callback):
         device after every batch.
         """
         del logs
-        if batch < self._skip_before:
-            return
         if self._steps_seen == 0:
             self._progress.enter("building the first step")
         else:
@@ -129,18 +143,18 @@ class Coordinator(keras.callbacks.Callback):
         if self._steps_seen >= self._next_agreement:
             first = self._next_agreement == 1
             self._agree()
-            if first and self._check_weights:
-                self._compare_weights("after the first step")
+            if first:
+                self.compare_weights("after the first step")
         self._save_or_leave(batch)
         self._steps_seen += self.model.steps_per_execution
 
     def _save_or_leave(self, batch: int) -> None:
-        """Save where it is due, or end where it was asked for; between whole updates only."""
+        """Save where it is due, or end where it was asked for."""
         step = self._epoch * self.params["steps"] + batch
         if self._steps_seen == 0:
             self._times.begin(step)
         due = batch > 0 and (self._clock_asks or self._times.by_steps(step))
-        if not (due or self._stopping) or not has_whole_updates(self.model.optimizer):
+        if not (due or self._stopping):
             return
         if due:
             self._agree()  # nothing is saved of a run whose loss is no number
@@ -151,46 +165,47 @@ class Coordinator(keras.callbacks.Callback):
         self._clock_asks = False
         self._times.begin(step)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace this rank's figures by those of all ranks."""
-        figures = {} if logs is None else logs
-        self._skip_before = 0
+    def end_of_loop(self, logs: Any) -> dict[str, Any]:
+        """The figures of all ranks, where Keras reads this rank's. All ranks.
+
+        Args:
+            logs: What the last step of this rank has given; nothing where it had no step.
+
+        Returns:
+            At the end of an epoch: its figures with those of the evaluation and the learning
+            rate. At the end of an evaluation: its figures.
+        """
+        if self.is_evaluating:
+            return self._figures(logs)
+        epoch = self._epoch
         self._progress.advance(f"the end of epoch {epoch + 1}")
         self._agree()
         if self._stopping:
             self._leave(self.params["steps"])
-        self._merge(figures)
+        self._average_statistics()
+        state.average_accumulators(self._collective, keras_seam.optimizers_of(self.model))
+        figures = self._figures(logs)
         self._refuse_nan_metrics(epoch, figures)
-        if self._check_weights:
-            self._compare_weights(f"after epoch {epoch + 1}")
-        figures["learning_rate"] = effective_rate(self.model.optimizer, self._lr_plan)
+        self.compare_weights(f"after epoch {epoch + 1}")
+        figures["learning_rate"] = effective_rate(
+            keras_seam.optimizers_of(self.model), self._lr_plan)
         if self._evaluate is not None:
+            self.is_evaluating = True
             with self._progress.phase("evaluating"):
-                self._evaluate()
-            figures.update({f"val_{name}": value for name, value in self._results().items()})
+                validation = self._evaluate(self.callbacks)
+            self.is_evaluating = False
+            figures.update({f"val_{name}": value for name, value in validation.items()})
+        return figures
 
-    def _results(self) -> dict[str, float]:
-        """The metrics of the model over the samples of all ranks."""
+    def _figures(self, logs: Any) -> dict[str, Any]:
+        """The figures of all ranks after a loop over steps. All ranks."""
         if not self._merged_before:
             refuse_unmergeable(self._collective, self.model)
             self._merged_before = True
-        return merged_results(self._collective, self.model)
+        return merged_logs(self._collective, self.model, logs)
 
     def _average_statistics(self) -> None:
         state.average_statistics(self._collective, self.model)
-
-    def _merge(self, figures: dict[str, Any]) -> None:
-        """Put statistics and figures of all ranks in the place of this rank's."""
-        self._average_statistics()
-        merged = self._results()
-        # A custom train_step may report figures of its own, and no others are added to those.
-        known = {k: v for k, v in merged.items() if k in figures or not figures}
-        others = sorted(set(figures) - set(known))
-        if others:  # their mean over the ranks
-            mine = tf.constant([float(np.mean(figures[name])) for name in others], tf.float64)
-            means = self._collective.reduce([mine], name="hvdtrain.figures", op="average")[0]
-            known.update(zip(others, map(float, means.numpy()), strict=True))
-        figures.update(known)
 
     def _agree(self) -> None:
         """Exchange what each rank knows; all ranks act on it alike."""
@@ -238,17 +253,23 @@ class Coordinator(keras.callbacks.Callback):
             "(global_clipnorm=1.0).")
 
     def _refuse_nan_metrics(self, epoch: int, figures: dict[str, Any]) -> None:
-        if self._stop_on_nan and not np.isfinite(figures.get("loss", 0.0)):
+        bad = next((name for name, value in figures.items()
+                    if name.endswith("loss") and not np.all(np.isfinite(value))), None)
+        if self._stop_on_nan and bad is not None:
             raise TrainingError(
-                f"The loss of epoch {epoch + 1} is not finite ({figures['loss']}). Training was "
+                f"The {bad} of epoch {epoch + 1} is not finite ({figures[bad]}). Training was "
                 "stopped before anything was saved: checkpoints that were written are from before.")
 
-    def _compare_weights(self, when: str) -> None:
-        shared = keras_seam.shared_variables(self.model.optimizer)
+    def compare_weights(self, when: str) -> None:
+        """Stop where ranks hold different weights, unless it is switched off. All ranks."""
+        if not self._check_weights:
+            return
+        shared = keras_seam.shared_variables(keras_seam.optimizers_of(self.model))
         with self._progress.phase("comparing the weights"):
-            weights = keras_seam.shared_weights(self.model.optimizer,
+            weights = keras_seam.shared_weights(keras_seam.optimizers_of(self.model),
                                                 self.model.trainable_variables)
-            state.check_equal(self._collective, [*weights, *shared], when=when)
+            state.check_equal(self._collective, [*weights, *shared],
+                              found=f"The ranks no longer hold the same weights {when}")
 
 
 class StopAgreement(keras.callbacks.Callback):

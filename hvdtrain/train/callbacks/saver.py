@@ -10,7 +10,7 @@ from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.stream_plan import StreamPlan
 from hvdtrain.optim import keras_seam
 from hvdtrain.optim.kept_back_files import collect_kept_back
-from hvdtrain.optim.state import average_statistics, seeds_of, training_state
+from hvdtrain.optim.state import average_accumulators, average_statistics, seeds_of, training_state
 from hvdtrain.optim.zero_files import consolidated
 from hvdtrain.runtime.progress import Progress
 from hvdtrain.train.callbacks.state import CallbackStates
@@ -59,19 +59,17 @@ class CheckpointSaver:
         progress: Of this rank, for the watchdog: all ranks wait while the chief saves.
         store: Where checkpoints go.
         shards: Which samples belong to which step, and how many gradients an update has.
-        lr_scale: Float, the factor on the learning rate.
         version: String, this hvdtrain.
         states: What the user's callbacks remember; None to keep nothing of them.
     """
 
     def __init__(self, *, collective: Collective, progress: Progress, store: CheckpointStore,
-                 shards: ShardPlan | StreamPlan, lr_scale: float, version: str,
+                 shards: ShardPlan | StreamPlan, version: str,
                  states: CallbackStates | None = None) -> None:
         self._collective = collective
         self._progress = progress
         self._store = store
         self._shards = shards
-        self._lr_scale = lr_scale
         self._version = version
         self._states = states
 
@@ -89,14 +87,14 @@ class CheckpointSaver:
         with self._progress.phase("saving a checkpoint"):
             self._before(model)
             state = RunState(
-                epoch=epoch, step=keras_seam.steps_done(model.optimizer),
-                ranks=self._shards.size, lr_scale=self._lr_scale, version=self._version,
+                epoch=epoch, step=keras_seam.steps_done(keras_seam.optimizers_of(model)),
+                ranks=self._shards.size, version=self._version,
                 seeds=seeds_of(training_state(model)),
                 samples=self._shards.samples_before(step) if step else 0,
                 metrics=self._metrics(model) if step else (),
                 callbacks=self._states.collect() if self._states is not None else (),
-                kept_back=collect_kept_back(model.optimizer))
-            with consolidated(model.optimizer):
+                kept_back=collect_kept_back(keras_seam.optimizers_of(model)))
+            with consolidated(keras_seam.optimizers_of(model)):
                 return on_chief(self._collective, lambda: str(self._store.save(model, state)))
 
     def wait(self) -> None:
@@ -111,6 +109,7 @@ class CheckpointSaver:
     def _before(self, model: Any) -> None:
         """What all ranks do before the chief writes."""
         average_statistics(self._collective, model)
+        average_accumulators(self._collective, model.optimizer)
 
     def _metrics(self, model: Any) -> METRICS:
         """The states of the metrics over all ranks."""

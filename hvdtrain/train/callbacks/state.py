@@ -12,7 +12,6 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
 from hvdtrain.log import get_logger
@@ -68,26 +67,6 @@ class CallbackStates:
                 continue
             for attribute, value in entry["state"].items():
                 setattr(callback, attribute, copy.deepcopy(value))
-
-
-class RestoreCallbacks(keras.callbacks.Callback):
-    """Restores the states once all callbacks have begun. The last callback, on every rank.
-
-    Args:
-        states: Of the user's callbacks.
-        saved: What the checkpoint holds.
-    """
-
-    def __init__(self, states: CallbackStates, saved: Sequence[dict[str, Any]]) -> None:
-        super().__init__()
-        self._states = states
-        self._saved = saved
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """`EarlyStopping` and others forget everything in theirs."""
-        del logs
-        if self._saved:
-            self._states.restore(self._saved)
 
 
 def _has_protocol(callback: Any) -> bool:

@@ -17,6 +17,7 @@ app = typer.Typer(pretty_exceptions_enable=False)
 app.command("launch", cls=LaunchCommand, context_settings=LAUNCH_SETTINGS)(launch_command)
 app.command("world")(world_command)
 HVDTRAIN = f"{sys.executable} -m hvdtrain"
+ASKED = "env HVDTRAIN_COLLECTIVE=horovod-gloo"
 
 
 def dry_run(*words: str) -> str:
@@ -36,10 +37,10 @@ def dry_run(*words: str) -> str:
     ("-np 2 fit JOB -- rest -- more", f"{HVDTRAIN} fit JOB -- rest -- more"),
     ("-H localhost:3 world", f"{HVDTRAIN} world"),
     ("-np 2 --collective horovod-gloo fit JOB",
-     f"{HVDTRAIN} fit JOB --collective horovod-gloo"),
+     f"{ASKED} {HVDTRAIN} fit JOB --collective horovod-gloo"),
     ("-np 2 --collective horovod-gloo fit JOB --collective=horovod-gloo",
-     f"{HVDTRAIN} fit JOB --collective=horovod-gloo"),
-    ("-np 2 --collective horovod-gloo -- prog", "prog"),
+     f"{ASKED} {HVDTRAIN} fit JOB --collective=horovod-gloo"),
+    ("-np 2 --collective horovod-gloo -- prog", f"{ASKED} prog"),
     ("-np 2 -x A=1 --env B=2 -- prog", "env A=1 B=2 prog"),
 ])
 def test_words_after_the_options_are_the_command(words: str, command: str) -> None:

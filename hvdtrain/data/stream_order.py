@@ -1,0 +1,140 @@
+"""What decides the order of a `tf.data` pipeline: its shuffles and the files it begins with.
+
+Ranks that share one pipeline sample by sample must see one order, and a run that goes on within
+an epoch the order that the run before it saw.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.collectives.base import Collective
+from hvdtrain.data.source import Structure
+from hvdtrain.errors import DataError
+from hvdtrain.log import get_logger
+
+_SAMPLES = 3
+"""How many samples are compared over the ranks."""
+_MOST_BYTES = 1 << 20
+_UNSEEDED = (0, 0)
+
+
+def is_batched(dataset: Any) -> bool:
+    """Whether the elements of a dataset are batches, as Keras wants them, and not samples."""
+    for node in _along(dataset):
+        name = type(node).__name__
+        if any(part in name for part in ("Unbatch", "FlatMap", "Interleave", "Window", "Concat")):
+            return False
+        if "Batch" in name:
+            return True
+    return False
+
+
+def order_of(dataset: Any) -> tuple[Any, ...]:
+    """The shuffles of a pipeline with their seeds, and a checksum of what it begins with.
+
+    Random orders within functions (`interleave`, `map`) are not in it.
+    """
+    found: list[Any] = []
+    for node in _all(dataset):
+        if hasattr(node, "_seed") and hasattr(node, "_seed2"):
+            found.append((type(node).__name__.strip("_"), int(node._seed), int(node._seed2)))
+        tensors = getattr(node, "_tensors", None)
+        if tensors is not None:
+            found.append(_checksum(tensors))
+    return tuple(found)
+
+
+def check_order(dataset: Any, first: Sequence[Structure], collective: Collective,
+                name: str) -> None:
+    """Refuse a pipeline whose order differs between the ranks. All ranks.
+
+    Args:
+        dataset: Of which each rank takes every N-th sample.
+        first: The first samples that this rank sees of it.
+        collective: The collective of the run.
+        name: String for messages.
+
+    Raises:
+        DataError: On every rank: some samples would be seen twice in an epoch and others never.
+    """
+    if collective.size == 1:
+        return
+    order = order_of(dataset)
+    loose = any(part[1:] == _UNSEEDED for part in order if isinstance(part, tuple))
+    exact, floats = _checksums(first)
+    everyone = collective.gather_objects((order, loose, exact, floats))
+    odd = next((rank for rank, theirs in enumerate(everyone)
+                if theirs[0] != everyone[0][0] or theirs[2] != everyone[0][2]), None)
+    if odd is not None or any(theirs[1] for theirs in everyone):
+        which = ("a shuffle has no seed" if odd is None else
+                 f"rank {odd} reads another order than rank 0")
+        raise DataError(
+            f"{name}: each rank takes every {collective.size}th sample of the stream, which must "
+            f"have the same order on all ranks, but {which}: some samples would be trained on "
+            "twice in an epoch and others never. Make the dataset after hvdtrain.init(), which "
+            "sets the same seeds on all ranks; or give shuffle(..., seed=...) and the function "
+            "that lists the files a seed.")
+    if collective.rank == 0 and any(theirs[3] != everyone[0][3] for theirs in everyone):
+        get_logger().warning(
+            "%s: the first %d samples differ between the ranks, though their order seems to be "
+            "the same. That is right for random augmentation; if the stream has an order of its "
+            "own on each rank (map or interleave with deterministic=False), give it one.",
+            name, len(first))
+
+
+def first_samples(dataset: Any) -> list[Structure]:
+    """The first samples of a dataset, each with a first axis of length 1."""
+    return list(dataset.take(_SAMPLES).batch(1).as_numpy_iterator())
+
+
+def _along(dataset: Any) -> Iterator[Any]:
+    """A dataset, what it is made of, and so on; of several inputs the first."""
+    while dataset is not None:
+        yield dataset
+        inputs = dataset._inputs()
+        dataset = inputs[0] if inputs and inputs[0] is not dataset else None
+
+
+def _all(dataset: Any) -> Iterator[Any]:
+    seen: dict[int, Any] = {}
+    left = [dataset]
+    while left:
+        node = left.pop()
+        if id(node) not in seen:
+            seen[id(node)] = node
+            yield node
+            left += node._inputs()
+
+
+def _checksum(tensors: Any) -> int:
+    checksum = 0
+    for tensor in tf.nest.flatten(tensors):
+        if isinstance(tensor, tf.Tensor):
+            array = tensor.numpy()
+            array = array if isinstance(array, np.ndarray) else np.asarray(array)
+            step = max(1, array.nbytes // _MOST_BYTES)
+            checksum = _add(array.reshape(-1)[::step], checksum)
+    return checksum
+
+
+def _checksums(samples: Sequence[Structure]) -> tuple[int, int]:
+    """Of numbers that augmentation leaves alone (labels, texts), and of floats."""
+    exact = floats = 0
+    for array in map(np.asarray, tf.nest.flatten(list(samples))):
+        if array.dtype.kind == "f":
+            floats = _add(array, floats)
+        else:
+            exact = _add(array, exact)
+    return exact, floats
+
+
+def _add(array: np.ndarray[Any, Any], checksum: int) -> int:
+    data = (b"\0".join(map(bytes, array.reshape(-1))) if array.dtype.hasobject
+            else np.ascontiguousarray(array).tobytes())
+    return zlib.crc32(data, checksum)
