@@ -27,6 +27,7 @@ _LAZY = {
     "TfConfig": "hvdtrain.engine_config",
     "TrainConfig": "hvdtrain.config",
     "World": "hvdtrain.world",
+    "alone": "hvdtrain.train.plain_fit",
     "broadcast_variables": "hvdtrain.optim",
     "by_file": "hvdtrain.data.file_shares",
     "consolidated": "hvdtrain.optim",
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
     from hvdtrain.train.evaluate import predict as predict
     from hvdtrain.train.fit import FitResult as FitResult
     from hvdtrain.train.fit import fit as fit
+    from hvdtrain.train.plain_fit import alone as alone
     from hvdtrain.world import World as World
     from hvdtrain.world.detect import detect_world as detect_world
 

@@ -7,7 +7,7 @@ compare what was promised with what was found, start the watchdog.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +57,7 @@ class Session:
 
 
 _current: list[Session] = []
+_at_shutdown: list[Callable[[], None]] = []
 
 
 def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_timeout_s,
@@ -66,6 +67,9 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
 
     Call it before the first TensorFlow operation. A second call returns the same session. From
     then on an error that nobody catches ends this rank at once, and is reported to the launcher.
+    Where the random generators of Python, NumPy and TensorFlow differ between the ranks, they are
+    seeded alike: a shuffle without a seed gives one order. Keras' own `model.fit` is refused where
+    each rank would train alone.
 
     Args:
         collective: String, `"auto"`, `"horovod-gloo"`, `"horovod-mpi"`, `"mpi4py"` or `"single"`.
@@ -119,6 +123,11 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
         asked_collective=collective, timeline=timeline)
     _current.append(session)
     default_collective.use(made)
+    if world.size > 1:
+        from hvdtrain.train.plain_fit import watch_plain_fit
+        from hvdtrain.train.seeds import agree_on_seeds
+        agree_on_seeds(made)
+        _at_shutdown.append(watch_plain_fit(made))
     return session
 
 
@@ -170,6 +179,8 @@ def shutdown() -> None:
     """Close the collective. All ranks; for scripts and tests that go on afterwards."""
     if _current:
         session = _current.pop()
+        while _at_shutdown:
+            _at_shutdown.pop()()
         if session.watchdog is not None:
             session.watchdog.close()
         session.collective.close()

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
 from hvdtrain.data.files import Paths, find_files, name_of
-from hvdtrain.data.pipeline import evaluation_dataset, fetcher
+from hvdtrain.data.pipeline import evaluation_dataset, fetcher, ready
 from hvdtrain.data.source import Source, Structure, as_source, check_source
 from hvdtrain.data.stream import StreamSource
 from hvdtrain.data.stream_plan import StreamPlan
@@ -228,4 +228,4 @@ def share_dataset(share: Source, plan: StreamPlan, *, first_epoch: int = 0,
         return tf.data.Dataset.range(begin, plan.steps).map(
             lambda step: (weights[step], fetch(rows(step))))
 
-    return tf.data.Dataset.counter(first_epoch).flat_map(one_epoch).prefetch(tf.data.AUTOTUNE)
+    return ready(tf.data.Dataset.counter(first_epoch).flat_map(one_epoch))

@@ -12,6 +12,9 @@ from hvdtrain.data.failures import named_errors
 from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.source import ArraySource, Source
 
+_AHEAD = 2
+"""Batches that are ready before they are asked for."""
+
 
 def training_dataset(source: Source, plan: ShardPlan, *, first_epoch: int = 0,
                      first_step: int = 0) -> Any:
@@ -48,7 +51,7 @@ def training_dataset(source: Source, plan: ShardPlan, *, first_epoch: int = 0,
             lambda step: _shaped(fetch(order[step * batch:(step + 1) * batch]), static))
 
     epochs = tf.data.Dataset.counter(first_epoch)
-    return epochs.flat_map(one_epoch).prefetch(tf.data.AUTOTUNE)
+    return ready(epochs.flat_map(one_epoch))
 
 
 def evaluation_dataset(source: Source, rows: np.ndarray[Any, Any], batch: int) -> Any:
@@ -64,7 +67,20 @@ def evaluation_dataset(source: Source, rows: np.ndarray[Any, Any], batch: int) -
     steps = -(-len(rows) // batch)
     dataset = tf.data.Dataset.range(steps).map(
         lambda step: _shaped(fetch(rows_t[step * batch:(step + 1) * batch]), None))
-    return dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(tf.data.AUTOTUNE)
+    return ready(dataset.apply(tf.data.experimental.assert_cardinality(steps)))
+
+
+def ready(dataset: Any, *, autotune: bool = False) -> Any:
+    """Batches that are made while the step before them runs.
+
+    Args:
+        dataset: Of batches.
+        autotune: Boolean, something in it is tuned while it runs. Deleting an iterator then waits
+            for the thread that does so: seconds, at random.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = autotune
+    return dataset.prefetch(_AHEAD).with_options(options)
 
 
 def fetcher(source: Source) -> Callable[[Any], Any]:

@@ -139,13 +139,19 @@ class ArraySource(Source):
 
 
 def as_source(data: Any, name: str) -> Any:
-    """Arrays and a `keras.utils.PyDataset` as a source; sources, streams and None as they are."""
+    """Arrays and a `keras.utils.PyDataset` as a source, a `tf.data.Dataset` as a stream.
+
+    Sources, streams and None stay as they are.
+    """
     if data is None or isinstance(data, (Source, Stream)):
         return data
     # By name: whoever made one has imported Keras, and nobody else needs to.
     if any(cls.__name__ == "PyDataset" for cls in type(data).__mro__):
         from hvdtrain.data.py_dataset import PyDatasetSource
         return PyDatasetSource(data, name=name)
+    if isinstance(data, tf.data.Dataset):
+        from hvdtrain.data.stream import StreamSource
+        return StreamSource(data, name=name)
     return ArraySource(data, name=name)
 
 

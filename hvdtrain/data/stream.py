@@ -17,8 +17,15 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
+from hvdtrain.data.pipeline import ready
 from hvdtrain.data.source import Source, Stream, Structure, keras_like
-from hvdtrain.data.stream_order import check_order, first_samples, is_batched, order_of
+from hvdtrain.data.stream_order import (
+    check_order,
+    first_samples,
+    is_batched,
+    is_tuned,
+    order_of,
+)
 from hvdtrain.data.stream_plan import StreamPlan
 from hvdtrain.errors import DataError
 from hvdtrain.log import get_logger
@@ -260,7 +267,8 @@ def stream_dataset(source: StreamSource, plan: StreamPlan, *, first_epoch: int =
         return late.filter(lambda step, batch: step >= 0).map(
             lambda step, batch: (tf.identity(weights[step]), batch))
 
-    return tf.data.Dataset.counter(first_epoch).flat_map(one_epoch).prefetch(tf.data.AUTOTUNE)
+    return ready(tf.data.Dataset.counter(first_epoch).flat_map(one_epoch),
+                 autotune=is_tuned(source.samples(plan.rank, plan.size)))
 
 
 def one_sample(source: Source | StreamSource) -> Structure:

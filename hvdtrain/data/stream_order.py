@@ -35,13 +35,22 @@ def is_batched(dataset: Any) -> bool:
     return False
 
 
+def is_tuned(dataset: Any) -> bool:
+    """Whether some part of a pipeline runs as parallel as `tf.data` finds best."""
+    return any(_is_auto(getattr(node, "_num_parallel_calls", None)) for node in nodes_of(dataset))
+
+
+def _is_auto(value: Any) -> bool:
+    return value is not None and int(value) == tf.data.AUTOTUNE
+
+
 def order_of(dataset: Any) -> tuple[Any, ...]:
     """The shuffles of a pipeline with their seeds, and a checksum of what it begins with.
 
     Random orders within functions (`interleave`, `map`) are not in it.
     """
     found: list[Any] = []
-    for node in _all(dataset):
+    for node in nodes_of(dataset):
         if hasattr(node, "_seed") and hasattr(node, "_seed2"):
             found.append((type(node).__name__.strip("_"), int(node._seed), int(node._seed2)))
         tensors = getattr(node, "_tensors", None)
@@ -101,7 +110,8 @@ def _along(dataset: Any) -> Iterator[Any]:
         dataset = inputs[0] if inputs and inputs[0] is not dataset else None
 
 
-def _all(dataset: Any) -> Iterator[Any]:
+def nodes_of(dataset: Any) -> Iterator[Any]:
+    """A dataset and all that it is made of."""
     seen: dict[int, Any] = {}
     left = [dataset]
     while left:

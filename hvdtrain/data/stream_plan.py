@@ -26,6 +26,8 @@ class StreamPlan:
     seed: int = 0
     shuffle: bool = False
     """Whether each rank draws an order of its own samples; a stream has the order it has."""
+    stream_order: str = ""
+    """What decides the order of a stream, as far as it is known."""
 
     uneven = True
     padded = dropped = 0

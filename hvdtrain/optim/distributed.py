@@ -19,6 +19,7 @@ from hvdtrain.collectives.current import current
 from hvdtrain.errors import OptimizerError
 from hvdtrain.optim import keras_seam
 from hvdtrain.optim.options import ReducerOptions, check_use
+from hvdtrain.optim.provenance import refuse_changed
 from hvdtrain.optim.reducer import GradientReducer
 from hvdtrain.optim.zero import divide
 from hvdtrain.optim.zero_check import check_options
@@ -123,13 +124,14 @@ def DistributedOptimizer(  # noqa: N802 - the name the field knows
     settings = {"given": options, "options": options, "zero": zero}
     for leaf, reducer in zip(fresh, fresh_reducers, strict=True):
         _hook_leaf(leaf, reducer, options, outer=optimizer)
+        _hook_overwriting(leaf, collective, base)
         _mark(leaf, collective, base, reducer, **settings)
     if keras_seam.is_multi(optimizer):
         _hook_late_leaves(optimizer, collective, base, options, zero=zero)
     _mark(optimizer, collective, base, outer, **settings)
     keep_whole_files(optimizer)
     _hook_loss(optimizer)
-    _hook_data_dependency(optimizer)
+    _hook_data_dependency(optimizer, collective)
     return optimizer
 
 
@@ -262,6 +264,26 @@ def _hook_leaf(leaf: Any, reducer: GradientReducer | None, options: ReducerOptio
     keras_seam.replace_method(leaf, "_get_current_learning_rate", current_rate)
 
 
+def _hook_overwriting(leaf: Any, collective: Collective, base: str) -> None:
+    """Variables that their gradient overwrites get the largest of all ranks.
+
+    Those are float8's scales and histories of the largest values: the largest value of all ranks'
+    samples is that of one process.
+    """
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def overwrite(grads: Any, variables: Any) -> Any:
+            grads, variables = list(grads), list(variables)
+            found = [i for i, v in enumerate(variables) if keras_seam.is_overwritten(v)]
+            if found and collective.size > 1:
+                largest = collective.reduce([tf.convert_to_tensor(grads[i]) for i in found],
+                                            name=f"{base}.overwritten", op="max")
+                for position, value in zip(found, largest, strict=True):
+                    grads[position] = value
+            return original(grads, variables)
+        return overwrite
+    keras_seam.replace_method(leaf, "_overwrite_variables_directly_with_gradients", make)
+
+
 def _hook_scaled_apply(optimizer: Any, collective: Collective, base: str,
                        options: ReducerOptions) -> GradientReducer:
     """LossScaleOptimizer without accumulation: reduce the scaled gradients.
@@ -283,9 +305,13 @@ def _hook_scaled_apply(optimizer: Any, collective: Collective, base: str,
             variables = list(trainable_variables or inner._trainable_variables)
             order = keras_seam.build_order(inner, variables)
             variables = [variables[j] for j in order]
-            indices = [inner._get_variable_index(v) for v in variables]
-            reduced = reducer([grads[j] for j in order], variables, indices)
-            return original(reduced, variables)
+            ordered = [grads[j] for j in order]
+            mine = [i for i, v in enumerate(variables) if not keras_seam.is_overwritten(v)]
+            means = reducer([ordered[i] for i in mine], [variables[i] for i in mine],
+                            [inner._get_variable_index(variables[i]) for i in mine])
+            for position, mean in zip(mine, means, strict=True):
+                ordered[position] = mean
+            return original(ordered, variables)
         return apply
     keras_seam.replace_method(optimizer, "apply", make)
     return reducer
@@ -302,6 +328,7 @@ def _hook_late_leaves(optimizer: Any, collective: Collective, base: str,
                     reducer = _reducer(leaf, collective, f"{base}.late{k}", options, zero=zero)
                     check_use(options, [leaf], collective, scaled=False)
                     _hook_leaf(leaf, reducer, options, outer=optimizer)
+                    _hook_overwriting(leaf, collective, f"{base}.late{k}")
                     _mark(leaf, collective, base, reducer, given=options, options=options,
                           zero=zero)
         return build
@@ -334,7 +361,7 @@ def _hook_loss(optimizer: Any) -> None:
     keras_seam.replace_method(optimizer, "scale_loss", make)
 
 
-def _hook_data_dependency(optimizer: Any) -> None:
+def _hook_data_dependency(optimizer: Any, collective: Collective) -> None:
     """Make `apply` wait for a gradient.
 
     When a data set of unknown size ends, Keras runs one step more whose `get_next` fails, but
@@ -344,10 +371,17 @@ def _hook_data_dependency(optimizer: Any) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def apply(grads: Any, trainable_variables: Any = None) -> Any:
             grads = list(grads)
+            if collective.size > 1:
+                refuse_changed(optimizer, grads, lambda: (
+                    trainable_variables or keras_seam.leaf_optimizers(
+                        optimizer)[0]._trainable_variables))
             last = next((g for g in reversed(grads) if g is not None), None)
             if last is None or tf.executing_eagerly():
                 return original(grads, trainable_variables)
             tensor = last.values if isinstance(last, tf.IndexedSlices) else last
+            if not optimizer.built and trainable_variables is not None:
+                trainable_variables = list(trainable_variables)
+                keras_seam.build(optimizer, trainable_variables)  # depends on nothing
             with tf.control_dependencies([tensor]):
                 return original(grads, trainable_variables)
         return apply

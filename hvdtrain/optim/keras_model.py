@@ -105,6 +105,7 @@ def trace_train_step(model: Any, batch: Any) -> None:
     specs = tf.nest.map_structure(
         lambda a: tf.TensorSpec([None, *np.shape(a)[1:]], tf.as_dtype(a.dtype)), batch)
     tf.function(model.train_step).get_concrete_function(specs)
+    model.built = True  # or Keras warns that its files may hold no weights
 
 
 def call_in_training(model: Any, x: Any) -> Any:

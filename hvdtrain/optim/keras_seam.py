@@ -17,7 +17,7 @@ and watches the order. Both are cheap and run at every start.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ _SIGNATURES = {
     "_backend_apply_gradients": ["grads", "trainable_variables"],
     "_clip_gradients": ["grads"],
     "_get_variable_index": ["variable"],
+    "_overwrite_variables_directly_with_gradients": ["grads", "vars"],
     "_get_current_learning_rate": [],
 }
 _IS_LOCAL = "_hvdtrain_is_local"
@@ -325,6 +326,13 @@ def slots(optimizer: Optimizer, count: int) -> dict[str, list[Any]]:
             and all(v is None or isinstance(v, keras.Variable) for v in value)}
 
 
+def build(optimizer: Optimizer, variables: Sequence[Any]) -> None:
+    """Build an optimizer as its `apply` does."""
+    with keras.name_scope(optimizer.name, caller=optimizer):
+        optimizer.build(variables)
+    optimizer.built = True
+
+
 def unbuild(optimizer: Optimizer) -> None:
     """Forget what `build` has made, so that the optimizer can be built for other variables."""
     kept = {id(optimizer._iterations), id(optimizer._learning_rate)}
@@ -333,6 +341,11 @@ def unbuild(optimizer: Optimizer) -> None:
             optimizer._untrack_variable(variable)
     optimizer._trainable_variables_indices.clear()
     optimizer.built = False
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Whether a variable takes its gradient as its value (scales of float8)."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def mark_divided(variable: Any) -> None:

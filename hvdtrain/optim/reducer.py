@@ -32,6 +32,14 @@ _INT32_END = 1 << 31
 _SMALL_BYTES = 1 << 16
 
 
+_calls = [0]
+
+
+def calls() -> int:
+    """How often this process has averaged, or traced that it will."""
+    return _calls[0]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Dense:
     """A dense gradient on its way."""
@@ -92,6 +100,7 @@ class GradientReducer:
         Raises:
             OptimizerError: The ranks have different gradients, or XLA compiles the step.
         """
+        _calls[0] += 1
         self._refuse_xla()
         out = list(gradients)
         shared = self._shared(gradients, variables)

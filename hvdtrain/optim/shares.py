@@ -27,6 +27,7 @@ from hvdtrain.collectives.base import Collective
 from hvdtrain.errors import ConfigError
 from hvdtrain.optim import keras_model, keras_seam
 from hvdtrain.optim.names import CallNames
+from hvdtrain.optim.provenance import tapes_watched
 from hvdtrain.optim.state import seed_variables
 
 _MEANS = ("sum_over_batch_size", "mean")
@@ -195,7 +196,8 @@ def share_steps(model: Any, share: StepShare, *, weighted: bool) -> Callable[[],
         _traced.append(share)
         before = [tf.identity(tf.convert_to_tensor(v)) for v in kept]
         try:
-            result = original(batch)
+            with tapes_watched():
+                result = original(batch)
             if weighted:
                 _refuse_unused(share)
                 present = tf.convert_to_tensor(share.weight) > 0

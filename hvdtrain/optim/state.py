@@ -168,6 +168,33 @@ def average_accumulators(collective: Collective, optimizer: Any) -> None:
             variable.assign(mean)
 
 
+def gather_states_of_samples(collective: Collective, model: Any) -> tuple[Any, ...]:
+    """What stateful layers keep of the samples of all ranks. All ranks.
+
+    Returns:
+        Arrays of shape `(ranks * batch, ...)`, rank after rank.
+    """
+    mine = [_value(v) for v in keras_model.states_of_samples(model)]
+    if not mine:
+        return ()
+    everyone = collective.gather_objects(mine)
+    return tuple(np.concatenate([theirs[i] for theirs in everyone]) for i in range(len(mine)))
+
+
+def restore_states_of_samples(model: Any, arrays: Sequence[Any], *, rank: int, size: int) -> bool:
+    """Go on from what `gather_states_of_samples` gave. Every rank.
+
+    Returns:
+        False, and nothing is done, where the batch of all ranks has another size.
+    """
+    variables = keras_model.states_of_samples(model)
+    if [(v.shape[0] * size, *v.shape[1:]) for v in variables] != [a.shape for a in arrays]:
+        return False
+    for variable, array in zip(variables, arrays, strict=True):
+        variable.assign(array[rank * variable.shape[0]:(rank + 1) * variable.shape[0]])
+    return True
+
+
 def average_statistics(collective: Collective, model: Any) -> int:
     """Give all ranks the mean of what layers have gathered about their data. All ranks.
 

@@ -21,6 +21,7 @@ from hvdtrain.collectives.base import Collective
 from hvdtrain.collectives.current import current
 from hvdtrain.optim import state
 from hvdtrain.optim.options import ReducerOptions
+from hvdtrain.optim.provenance import note_reduced
 from hvdtrain.optim.reducer import GradientReducer
 
 # A tape is made anew in each step, but names, what the ranks agreed on and residuals stay.
@@ -74,6 +75,7 @@ class DistributedGradientTape:
         gradients = tf.nest.flatten(self._tape.gradient(target, sources, *args, **kwargs))
         variables = tf.nest.flatten(sources)
         reduced = self._reducer(gradients, variables, range(len(variables)))
+        note_reduced(reduced)
         return tf.nest.pack_sequence_as(sources, reduced)
 
 

@@ -49,6 +49,10 @@ class RunState:
     """With `samples`: the metrics' states, summed over all ranks."""
     callbacks: tuple[dict[str, Any], ...] = ()
     """What the user's callbacks remember: see `train.callbacks.state`."""
+    stream_order: str = ""
+    """Of a stream, what decides the order of its samples; empty where it is not known."""
+    rank_states: tuple[Any, ...] = ()
+    """What stateful layers keep of the samples of all ranks: arrays, rank after rank."""
     kept_back: dict[str, Any] = field(default_factory=dict)
     """What compression has not sent yet: see `optim.kept_back`."""
 
@@ -166,6 +170,7 @@ def read_state(path: Path) -> RunState:
                 with archive.open(ARRAYS_MEMBER) as member, np.load(member) as found:
                     arrays = dict(found)
             values["callbacks"] = tuple(_with_arrays(values.get("callbacks", []), arrays))
+            values["rank_states"] = tuple(_with_arrays(values.get("rank_states", []), arrays))
             values["kept_back"] = _with_arrays(values.get("kept_back", {}), arrays)
             values["seeds"] = tuple((int(a), int(b)) for a, b in values.get("seeds", ()))
             values["metrics"] = tuple(tuple(map(float, m)) for m in values.get("metrics", ()))

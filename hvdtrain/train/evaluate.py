@@ -14,10 +14,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.data.pipeline import evaluation_dataset
+from hvdtrain.data.pipeline import evaluation_dataset, ready
 from hvdtrain.data.shard import evaluation_rows, evaluation_rows_by_step
 from hvdtrain.data.source import Source, as_source, check_source
 from hvdtrain.data.stream import StreamSource, one_sample
+from hvdtrain.data.stream_order import is_tuned
 from hvdtrain.optim import keras_model, keras_seam
 from hvdtrain.optim.state import check_same_model
 from hvdtrain.session import Session, init
@@ -78,6 +79,7 @@ def share_of(model: Any, source: Source | StreamSource, session: Session,
     if isinstance(source, StreamSource):
         steps = -(-source.count(rank, size) // batch)
         dataset = source.batches(rank, size, batch)
+        dataset = ready(dataset, autotune=is_tuned(dataset))
         return dataset.apply(tf.data.experimental.assert_cardinality(steps)) if steps else None
     rows = rows_of(model, len(source), rank, size, batch)
     return evaluation_dataset(source, rows, batch) if len(rows) else None

@@ -99,12 +99,14 @@ class RankCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         if self._async_train:
             self._flush_futures()
         figures = keras_model.pythonify_logs(logs)
-        last = len(self._users)
+        rate, last = figures.get("learning_rate"), len(self._users)
         for number, callback in enumerate(self.callbacks):
             before = dict(figures)
             callback.on_epoch_end(epoch, figures)
             if 1 <= number <= last and not keras_model.is_of_keras(self._users[number - 1]):
                 self._agree_on(figures, before, type(self._users[number - 1]).__name__)
+            if number == last and rate is not None:
+                figures["learning_rate"] = rate  # Keras' own callbacks put the unscaled one there
             if number == last > 0:
                 self._coordinator.compare_weights(f"after the callbacks of epoch {epoch + 1}")
 

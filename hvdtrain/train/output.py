@@ -101,7 +101,23 @@ def resume(model: Any, session: Session, config: TrainConfig, store: CheckpointS
         get_logger().info(
             "Going on after epoch %d of %d%s (step %d, written on %d rank%s).", found.epoch,
             config.epochs, within, found.step, found.ranks, "s" if found.ranks > 1 else "")
-    return dataclasses.replace(found, kept_back={})
+    placed = state.restore_states_of_samples(
+        model, found.rank_states, rank=session.world.rank, size=session.world.size)
+    if session.world.is_chief:
+        _warn_of_changes(found, plan, placed=placed)
+    return dataclasses.replace(found, kept_back={}, rank_states=())
+
+
+def _warn_of_changes(found: RunState, plan: TrainPlan, *, placed: bool) -> None:
+    if not placed:
+        get_logger().warning("The states that stateful layers keep of their samples begin with "
+                             "zeros: the checkpoint was written with another global batch.")
+    if found.samples and found.stream_order != getattr(plan.shards, "stream_order", ""):
+        get_logger().warning(
+            "The stream has another order than the run before had (its shuffles have other seeds, "
+            "or it begins with other files): some samples of epoch %d are trained on twice and "
+            "others not at all. Give shuffle(..., seed=...) a seed, or call "
+            "keras.utils.set_random_seed before the dataset is made.", found.epoch + 1)
 
 
 def make_saver(session: Session, plan: TrainPlan, store: CheckpointStore | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,8 @@ from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.source import Source
 from hvdtrain.data.stream import StreamSource
 from hvdtrain.data.stream_plan import StreamPlan
+from hvdtrain.optim import keras_seam
 from hvdtrain.optim.distributed import state_of
-from hvdtrain.optim.keras_seam import leaf_optimizers
 from hvdtrain.session import Session
 from hvdtrain.settings import refuse_differences, settings_of
 from hvdtrain.train.schedule import LrPlan, base_rate, plan_learning_rate
@@ -95,11 +96,13 @@ def make_plan(model: Any, shards: ShardPlan | StreamPlan, config: TrainConfig, *
         party: See there.
         details: See there.
     """
-    optimizer = model.optimizer
+    optimizers = keras_seam.optimizers_of(model)
     return TrainPlan(
-        job=job, shards=shards, config=config, optimizer=type(optimizer).__name__,
+        job=job, shards=shards, config=config,
+        optimizer=", ".join(type(o).__name__ for o in optimizers),
         lr=plan_learning_rate(shards.size, config.lr_scaling, config.warmup_epochs, shards.steps),
-        base_rate=base_rate(optimizer), parameters=int(model.count_params()),
+        base_rate=base_rate(optimizers),
+        parameters=sum(int(np.prod(v.shape)) for v in model.weights),
         validation_samples=0 if validation is None else len(validation),
         ranks=ranks, collective=collective, party=party, details=details)
 
@@ -137,7 +140,7 @@ def _group(ranks: tuple[str, ...]) -> str:
 
 
 def compare_settings(collective: Collective, config: TrainConfig, train: Source | StreamSource,
-                     optimizer: Any) -> None:
+                     optimizers: Sequence[Any]) -> None:
     """Refuse to train where ranks were given different settings or data. All ranks.
 
     Raises:
@@ -149,7 +152,7 @@ def compare_settings(collective: Collective, config: TrainConfig, train: Source 
         mine["checksum of three training samples"] = _sample_checksum(train)
     # A rank that made one distributed optimizer more would wait for the others for ever.
     mine["order of distributed optimizers"] = ", ".join(
-        hooked.name for leaf in [optimizer, *leaf_optimizers(optimizer)]
+        hooked.name for leaf in [*optimizers, *keras_seam.leaf_optimizers(optimizers)]
         if (hooked := state_of(leaf)) is not None)
     everyone = collective.gather_objects(mine)
     refuse_differences(everyone, [f"rank {rank}" for rank in range(len(everyone))])

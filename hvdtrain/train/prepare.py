@@ -31,7 +31,8 @@ def plan_steps(model: Any, train: Source | StreamSource, validation: Source | St
             counts = train.count_everywhere(collective)
         return StreamPlan(counts=counts, rank=world.rank, batch_per_rank=config.batch_per_rank,
                           seed=config.seed,
-                          shuffle=config.shuffle and isinstance(train, FileShares))
+                          shuffle=config.shuffle and isinstance(train, FileShares),
+                          stream_order=train.order)
     return ShardPlan(
         samples=len(train), rank=world.rank, size=world.size,
         batch_per_rank=config.batch_per_rank, seed=config.seed, shuffle=config.shuffle,

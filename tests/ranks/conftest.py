@@ -11,3 +11,14 @@ def keras():
 @pytest.fixture
 def tf():
     return pytest.importorskip("tensorflow")
+
+
+@pytest.fixture(autouse=True)
+def plain_keras_is_alone(request):
+    """Tests compare with plain Keras, which each rank trains for itself."""
+    if "rank_session" not in request.fixturenames:
+        yield
+        return
+    import hvdtrain
+    with hvdtrain.alone():
+        yield

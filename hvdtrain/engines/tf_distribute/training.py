@@ -133,7 +133,7 @@ class StrategyRun:
                 build_model(model, train)
         hook_optimizer(model, self.strategy)
         self._warn_of_own_losses(model)
-        compare_settings(session.collective, config, train, model.optimizer)
+        compare_settings(session.collective, config, train, [model.optimizer])
         shards = ShardPlan(
             samples=len(train), rank=session.world.rank * self.replicas_here,
             size=int(self.strategy.num_replicas_in_sync), batch_per_rank=config.batch_per_rank,

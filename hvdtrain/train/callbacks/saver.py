@@ -10,7 +10,13 @@ from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.stream_plan import StreamPlan
 from hvdtrain.optim import keras_seam
 from hvdtrain.optim.kept_back_files import collect_kept_back
-from hvdtrain.optim.state import average_accumulators, average_statistics, seeds_of, training_state
+from hvdtrain.optim.state import (
+    average_accumulators,
+    average_statistics,
+    gather_states_of_samples,
+    seeds_of,
+    training_state,
+)
 from hvdtrain.optim.zero_files import consolidated
 from hvdtrain.runtime.progress import Progress
 from hvdtrain.train.callbacks.state import CallbackStates
@@ -93,6 +99,8 @@ class CheckpointSaver:
                 samples=self._shards.samples_before(step) if step else 0,
                 metrics=self._metrics(model) if step else (),
                 callbacks=self._states.collect() if self._states is not None else (),
+                stream_order=getattr(self._shards, "stream_order", ""),
+                rank_states=gather_states_of_samples(self._collective, model),
                 kept_back=collect_kept_back(keras_seam.optimizers_of(model)))
             with consolidated(keras_seam.optimizers_of(model)):
                 return on_chief(self._collective, lambda: str(self._store.save(model, state)))
