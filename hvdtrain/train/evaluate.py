@@ -77,12 +77,18 @@ def share_of(model: Any, source: Source | StreamSource, session: Session,
     """Batches of this rank's share of the samples; None where it has none."""
     rank, size = session.world.rank, session.world.size
     if isinstance(source, StreamSource):
-        steps = -(-source.count(rank, size) // batch)
-        dataset = source.batches(rank, size, batch)
-        dataset = ready(dataset, autotune=is_tuned(dataset))
-        return dataset.apply(tf.data.experimental.assert_cardinality(steps)) if steps else None
+        return _stream_share(source, rank, size, batch)
     rows = rows_of(model, len(source), rank, size, batch)
     return evaluation_dataset(source, rows, batch) if len(rows) else None
+
+
+def _stream_share(source: StreamSource, rank: int, size: int, batch: int) -> Any | None:
+    steps = -(-source.count(rank, size) // batch)
+    if not steps:
+        return None
+    dataset = source.batches(rank, size, batch)
+    counted = dataset.apply(tf.data.experimental.assert_cardinality(steps))
+    return ready(counted, autotune=is_tuned(dataset))
 
 
 def rows_of(model: Any, samples: int, rank: int, size: int, batch: int) -> np.ndarray[Any, Any]:
@@ -140,7 +146,7 @@ def predict(model: Any, data: Source | StreamSource | Any, *, batch_per_rank: in
     Args:
         model: A `keras.Model`, the same on all ranks.
         data: A `Source`, a `StreamSource`, what `by_file` returns, or arrays `x`, `(x,)` or
-            `(x, y)`.
+            `(x, y)`; a list is that of a model with several inputs.
         batch_per_rank: Integer, samples per batch on each rank.
         callbacks: Keras callbacks, called on every rank.
         session: Defaults to that of `hvdtrain.init()`.
@@ -156,13 +162,14 @@ def predict(model: Any, data: Source | StreamSource | Any, *, batch_per_rank: in
     """
     session = session or init()
     rank, size = session.world.rank, session.world.size
-    source = as_source(data, "prediction")
+    source = as_source((data,) if isinstance(data, list) else data, "prediction")
     check_source(source, streams=True)
     if isinstance(source, StreamSource):
         source.count_everywhere(session.collective)
         own = source.count(rank, size)
-        share = (source.batches(rank, size, batch_per_rank) if own
-                 else tf.data.Dataset.from_tensors(source.first()))
+        share = _stream_share(source, rank, size, batch_per_rank)
+        if share is None:
+            share = tf.data.Dataset.from_tensors(source.first())
         everyone = [source.numbers(r, size) for r in range(size)]
     else:
         everyone = [rows_of(model, len(source), r, size, batch_per_rank) for r in range(size)]
