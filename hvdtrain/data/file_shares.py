@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
 from hvdtrain.data.files import Paths, find_files, name_of
-from hvdtrain.data.pipeline import evaluation_dataset, fetcher, ready
+from hvdtrain.data.pipeline import evaluation_dataset, fetcher, numbers_of, ready
 from hvdtrain.data.source import Source, Structure, as_source, check_source
 from hvdtrain.data.stream import StreamSource
 from hvdtrain.data.stream_plan import StreamPlan
@@ -200,7 +200,7 @@ class FileShares(StreamSource):
 
 
 def share_dataset(share: Source, plan: StreamPlan, *, first_epoch: int = 0,
-                  first_step: int = 0) -> Any:
+                  first_step: int = 0, epochs: int | None = None) -> Any:
     """This rank's batches of its own files, epoch after epoch without end.
 
     Args:
@@ -208,6 +208,7 @@ def share_dataset(share: Source, plan: StreamPlan, *, first_epoch: int = 0,
         plan: The steps, and the order within the share.
         first_epoch: Integer, the epoch to begin with.
         first_step: Integer, the step of that epoch to begin with; nothing is read before it.
+        epochs: Integer, end after so many; None for never.
 
     Returns:
         A `tf.data.Dataset` of pairs `(weight, batch)`, as `training_dataset` where a plan is
@@ -228,4 +229,4 @@ def share_dataset(share: Source, plan: StreamPlan, *, first_epoch: int = 0,
         return tf.data.Dataset.range(begin, plan.steps).map(
             lambda step: (weights[step], fetch(rows(step))))
 
-    return ready(tf.data.Dataset.counter(first_epoch).flat_map(one_epoch))
+    return ready(numbers_of(first_epoch, epochs).flat_map(one_epoch))

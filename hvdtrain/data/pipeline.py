@@ -17,7 +17,7 @@ _AHEAD = 2
 
 
 def training_dataset(source: Source, plan: ShardPlan, *, first_epoch: int = 0,
-                     first_step: int = 0) -> Any:
+                     first_step: int = 0, epochs: int | None = None) -> Any:
     """This rank's batches, epoch after epoch without end.
 
     It never ends on purpose: Keras takes `plan.steps` batches per epoch, and runs no phantom
@@ -28,6 +28,7 @@ def training_dataset(source: Source, plan: ShardPlan, *, first_epoch: int = 0,
         plan: Which ones, in which order.
         first_epoch: Integer, the epoch to begin with (a resumed run).
         first_step: Integer, the step of that epoch to begin with, up to `plan.steps`.
+        epochs: Integer, end after so many; None for never.
 
     Returns:
         A `tf.data.Dataset` of batches of shape `(batch, ...)`; the batch axis is static where
@@ -50,8 +51,14 @@ def training_dataset(source: Source, plan: ShardPlan, *, first_epoch: int = 0,
         return batches.map(
             lambda step: _shaped(fetch(order[step * batch:(step + 1) * batch]), static))
 
-    epochs = tf.data.Dataset.counter(first_epoch)
-    return ready(epochs.flat_map(one_epoch))
+    return ready(numbers_of(first_epoch, epochs).flat_map(one_epoch))
+
+
+def numbers_of(first_epoch: int, epochs: int | None) -> Any:
+    """The numbers of the epochs, without end for None."""
+    if epochs is None:
+        return tf.data.Dataset.counter(first_epoch)
+    return tf.data.Dataset.range(first_epoch, first_epoch + epochs)
 
 
 def evaluation_dataset(source: Source, rows: np.ndarray[Any, Any], batch: int) -> Any:

@@ -34,8 +34,11 @@ class ShardPlan:
     """The model takes batches of `batch_per_rank` only: a smaller last one is left out (`drop`),
     or filled with samples that are repeated (`pad`)."""
 
+    for_evaluation: bool = False
+    """There may be fewer samples than ranks."""
+
     def __post_init__(self) -> None:
-        if self.samples < self.size:
+        if self.samples < self.size and not self.for_evaluation:
             raise DataError(
                 f"There are {self.samples} training samples for {self.size} ranks; every rank "
                 f"needs at least one. Start at most {self.samples} ranks, or add data.")

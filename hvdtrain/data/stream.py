@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
-from hvdtrain.data.pipeline import ready
+from hvdtrain.data.pipeline import numbers_of, ready
 from hvdtrain.data.source import Source, Stream, Structure, keras_like
 from hvdtrain.data.stream_order import (
     check_order,
@@ -66,13 +66,14 @@ class StreamSource(Stream):
         self._signature: Structure | None = None
         self._first: list[Structure] | None = None
         self._counts: dict[tuple[int, int], int] = {}
-        self._total: int | None = None
+        self.counts: tuple[int, ...] = ()
+        """Samples of each rank's share; known once `count_everywhere` was called."""
 
     def __len__(self) -> int:
         """Samples of all shares; known once `count_everywhere` was called."""
-        if self._total is None:
+        if not self.counts:
             raise DataError(f"{self.name}: the stream was not counted yet.")
-        return self._total
+        return sum(self.counts)
 
     def count_everywhere(self, collective: Collective) -> tuple[int, ...]:
         """Count every rank's share, each rank its own, and compare their order. All ranks.
@@ -82,9 +83,8 @@ class StreamSource(Stream):
         """
         if isinstance(self._make, tf.data.Dataset):
             check_order(self._make, self._first_samples(), collective, self.name)
-        counts = tuple(collective.gather_objects(self.count(collective.rank, collective.size)))
-        self._total = sum(counts)
-        return counts
+        self.counts = tuple(collective.gather_objects(self.count(collective.rank, collective.size)))
+        return self.counts
 
     @property
     def order(self) -> str:
@@ -222,7 +222,7 @@ def _takes_epoch(make: Callable[..., Any]) -> bool:
 
 
 def stream_dataset(source: StreamSource, plan: StreamPlan, *, first_epoch: int = 0,
-                   first_step: int = 0) -> Any:
+                   first_step: int = 0, epochs: int | None = None) -> Any:
     """This rank's batches of a stream, epoch after epoch without end.
 
     Args:
@@ -230,6 +230,7 @@ def stream_dataset(source: StreamSource, plan: StreamPlan, *, first_epoch: int =
         plan: Its steps.
         first_epoch: Integer, the epoch to begin with.
         first_step: Integer, the step of that epoch to begin with; what comes before is read over.
+        epochs: Integer, end after so many; None for never.
 
     Returns:
         A `tf.data.Dataset` of pairs `(weight, batch)`, as `training_dataset` where a plan is
@@ -267,7 +268,7 @@ def stream_dataset(source: StreamSource, plan: StreamPlan, *, first_epoch: int =
         return late.filter(lambda step, batch: step >= 0).map(
             lambda step, batch: (tf.identity(weights[step]), batch))
 
-    return ready(tf.data.Dataset.counter(first_epoch).flat_map(one_epoch),
+    return ready(numbers_of(first_epoch, epochs).flat_map(one_epoch),
                  autotune=is_tuned(source.samples(plan.rank, plan.size)))
 
 

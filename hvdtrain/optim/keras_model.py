@@ -217,6 +217,12 @@ def save_to_memory(model: Any, file: io.BytesIO) -> None:
     saving_lib.save_model(model, file)
 
 
+def synchronized_statistics(model: Any) -> list[Any]:
+    """The statistics of batch normalizations that take their moments from all ranks."""
+    return [v for layer in model._flatten_layers() if MOMENTS in vars(layer)
+            for v in layer.non_trainable_variables]
+
+
 def states_of_samples(model: Any) -> list[Any]:
     """What stateful layers keep of the samples of the last batch: each rank has its own."""
     return [v for layer in model._flatten_layers() if getattr(layer, "stateful", False)

@@ -31,6 +31,7 @@ from hvdtrain.optim.provenance import tapes_watched
 from hvdtrain.optim.state import seed_variables
 
 _MEANS = ("sum_over_batch_size", "mean")
+_SHARE = "_hvdtrain_share"
 _traced: list[StepShare] = []
 
 
@@ -38,8 +39,8 @@ _traced: list[StepShare] = []
 class StepShare:
     """This rank's part of the step that is being traced."""
 
-    training: bool = False
-    """A training step of `fit` is being traced; in evaluation ranks take steps of their own."""
+    active: bool = False
+    """A step that all ranks take together is being traced."""
     weight: Any | None = None
     """Float32 scalar tensor; None where all ranks have as many samples."""
     was_used: bool = False
@@ -89,7 +90,7 @@ class LossOverRanks(keras.losses.Loss):  # type: ignore[misc]
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """The loss of this rank, corrected as the module says."""
-        if not self._share.training:
+        if not self._share.active:
             return self.inner(y_true, y_pred, sample_weight)
         value, mask = self._value_and_mask(y_true, y_pred, sample_weight)
         size = float(self._collective.size)
@@ -151,12 +152,16 @@ def share_losses(model: Any, collective: Collective) -> StepShare:
         collective: The collective of the run.
 
     Returns:
-        The share that the losses look at; set `training` while a training step is traced.
+        The share that the losses look at.
     """
     compiled = getattr(model, "_compile_loss", None)
-    share = StepShare()
     if compiled is None or collective.size == 1:
-        return share
+        return StepShare()
+    known = compiled.__dict__.get(_SHARE)
+    if known is not None and known[0] is collective:
+        return known[1]  # type: ignore[no-any-return]
+    share = StepShare()
+    keras_seam.set_on_instance(compiled, _SHARE, (collective, share))
     after = keras_seam.leaf_optimizers(keras_seam.optimizers_of(model))[0]._iterations
 
     def wrap(number: int, loss: Any) -> Any:
@@ -182,7 +187,6 @@ def share_steps(model: Any, share: StepShare, *, weighted: bool) -> Callable[[],
     """
     optimizer, original = model.optimizer, model.train_step
     scale_loss = optimizer.scale_loss
-    kept = _without_trace(model) if weighted else []
 
     def scaled(loss: Any) -> Any:
         if share.weight is not None:
@@ -190,22 +194,12 @@ def share_steps(model: Any, share: StepShare, *, weighted: bool) -> Callable[[],
             loss = loss * tf.cast(share.weight, loss.dtype)
         return scale_loss(loss)
 
-    def train_step(data: Any) -> Any:
-        share.training, share.was_used = True, False
-        share.weight, batch = data if weighted else (None, data)
-        _traced.append(share)
-        before = [tf.identity(tf.convert_to_tensor(v)) for v in kept]
-        try:
-            with tapes_watched():
-                result = original(batch)
-            if weighted:
-                _refuse_unused(share)
-                present = tf.convert_to_tensor(share.weight) > 0
-                for variable, old in zip(kept, before, strict=True):
-                    variable.assign(tf.where(present, tf.convert_to_tensor(variable), old))
-        finally:
-            share.training, share.weight = False, None
-            _traced.pop()
+    def step(batch: Any) -> Any:
+        share.was_used = False
+        with tapes_watched():
+            result = original(batch)
+        if weighted:
+            _refuse_unused(share)
         return result
 
     def undo() -> None:
@@ -216,13 +210,57 @@ def share_steps(model: Any, share: StepShare, *, weighted: bool) -> Callable[[],
 
     if weighted:
         keras_seam.set_on_instance(optimizer, "scale_loss", scaled)
-    keras_seam.set_on_instance(model, "train_step", train_step)
+    keras_seam.set_on_instance(model, "train_step", _shared(model, step, share, weighted=weighted))
     return undo
 
 
+def share_evaluation(model: Any, share: StepShare, *, weighted: bool) -> Callable[[], None]:
+    """Tell the share of each step of an evaluation, in which all ranks take the same steps.
+
+    Args:
+        model: As for `share_steps`.
+        share: As there.
+        weighted: As there.
+
+    Returns:
+        A function that undoes it.
+    """
+    original = model.test_step
+    keras_seam.set_on_instance(model, "test_step",
+                               _shared(model, original, share, weighted=weighted))
+    return lambda: keras_seam.restore_method(model, "test_step", original)
+
+
+def _shared(model: Any, step: Callable[[Any], Any], share: StepShare, *,
+            weighted: bool) -> Callable[[Any], Any]:
+    """A step of which this rank has a share, and which leaves no trace where it has none."""
+    kept = _without_trace(model) if weighted else []
+
+    def shared_step(data: Any) -> Any:
+        share.active = True
+        share.weight, batch = data if weighted else (None, data)
+        _traced.append(share)
+        before = [tf.identity(tf.convert_to_tensor(v)) for v in kept]
+        try:
+            result = step(batch)
+            if weighted:
+                present = tf.convert_to_tensor(share.weight) > 0
+                for variable, old in zip(kept, before, strict=True):
+                    variable.assign(tf.where(present, tf.convert_to_tensor(variable), old))
+        finally:
+            share.active, share.weight = False, None
+            _traced.pop()
+        return result
+    return shared_step
+
+
 def _without_trace(model: Any) -> list[Any]:
-    """What a step must not change on a rank without samples: metrics, statistics of layers."""
-    seeds = {id(v) for v in seed_variables(model.non_trainable_variables)}
+    """What a step must not change on a rank without samples: metrics, statistics of layers.
+
+    Those of synchronized layers are of the samples of all ranks.
+    """
+    seeds = {id(v) for v in [*seed_variables(model.non_trainable_variables),
+                             *keras_model.synchronized_statistics(model)]}
     found = {id(v): v for v in [*model.non_trainable_variables,
                                 *(v for m in model.metrics for v in m.variables)]}
     return [v for key, v in found.items() if key not in seeds]

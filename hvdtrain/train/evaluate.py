@@ -7,26 +7,30 @@ Each rank takes a share of the samples; none is repeated or left out, however th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.data.pipeline import evaluation_dataset, ready
-from hvdtrain.data.shard import evaluation_rows, evaluation_rows_by_step
+from hvdtrain.data.file_shares import FileShares, share_dataset
+from hvdtrain.data.pipeline import evaluation_dataset, ready, training_dataset
+from hvdtrain.data.shard import ShardPlan, evaluation_rows, evaluation_rows_by_step
 from hvdtrain.data.source import Source, as_source, check_source
-from hvdtrain.data.stream import StreamSource, one_sample
+from hvdtrain.data.stream import StreamSource, one_sample, stream_dataset
 from hvdtrain.data.stream_order import is_tuned
+from hvdtrain.data.stream_plan import StreamPlan
 from hvdtrain.optim import keras_model, keras_seam
+from hvdtrain.optim.keras_seam import Hidden
+from hvdtrain.optim.shares import share_evaluation, share_losses
 from hvdtrain.optim.state import check_same_model
 from hvdtrain.session import Session, init
 from hvdtrain.train.metrics import merged_logs, refuse_unmergeable
 
 _WIRE = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 _TRACED = "_hvdtrain_traced"
-"""The test function that was traced while losses were weighted by samples."""
+"""The test function of all ranks, and what it was traced for."""
 
 
 def evaluate(model: Any, data: Source | StreamSource | Any, *, batch_per_rank: int = 32,
@@ -59,64 +63,77 @@ def evaluate(model: Any, data: Source | StreamSource | Any, *, batch_per_rank: i
     with session.progress.phase("evaluating"):
         check_same_model(collective, model)
         refuse_unmergeable(collective, model)
-        share = share_of(model, source, session, batch_per_rank)
         given = keras.callbacks.CallbackList(list(callbacks), model=model, verbose=0, epochs=1,
                                              steps=None)
         results = model._get_metrics_result_or_logs
         keras_seam.set_on_instance(model, "_get_metrics_result_or_logs",
                                    lambda logs: merged_logs(collective, model, logs))
         try:
-            with losses_by_samples(model):
-                return evaluate_share(model, share, given)
+            return Evaluation(model, source, session, batch_per_rank).run(given)
         finally:
             keras_seam.restore_method(model, "_get_metrics_result_or_logs", results)
 
 
-def share_of(model: Any, source: Source | StreamSource, session: Session,
-             batch: int) -> Any | None:
-    """Batches of this rank's share of the samples; None where it has none."""
-    rank, size = session.world.rank, session.world.size
-    if isinstance(source, StreamSource):
-        return _stream_share(source, rank, size, batch)
-    rows = rows_of(model, len(source), rank, size, batch)
-    return evaluation_dataset(source, rows, batch) if len(rows) else None
+class Evaluation:
+    """This rank's part of an evaluation, as often as it is run. Every rank.
 
-
-def _stream_share(source: StreamSource, rank: int, size: int, batch: int) -> Any | None:
-    steps = -(-source.count(rank, size) // batch)
-    if not steps:
-        return None
-    dataset = source.batches(rank, size, batch)
-    counted = dataset.apply(tf.data.experimental.assert_cardinality(steps))
-    return ready(counted, autotune=is_tuned(dataset))
-
-
-def rows_of(model: Any, samples: int, rank: int, size: int, batch: int) -> np.ndarray[Any, Any]:
-    """The samples of one rank, in order.
-
-    Of a stateful model those that follow the ones of the batch before, as in one process with
-    the batches of all ranks; else a contiguous share.
-    """
-    stateful = any(getattr(layer, "stateful", False) for layer in model._flatten_layers())
-    return (evaluation_rows_by_step(samples, rank, size, batch) if stateful
-            else evaluation_rows(samples, rank, size))
-
-
-def evaluate_share(model: Any, share: Any | None, callbacks: Any) -> dict[str, Any]:
-    """Evaluate this rank's share as Keras does; of a rank that has none, its calls. Every rank.
+    The ranks take the same steps, in each of which they have the samples of one batch of one
+    process. A rank that has none in the last one goes on with a sample that does not count.
 
     Args:
-        model: A compiled model.
-        share: Its batches, or None.
-        callbacks: A `keras.callbacks.CallbackList`.
+        model: A compiled model, whose metrics are built.
+        source: The data. A stream has been counted.
+        session: This rank.
+        batch: Integer, samples per batch on each rank.
     """
-    if share is not None:
-        return dict(model.evaluate(share, verbose=0, callbacks=callbacks, return_dict=True))
-    callbacks.on_test_begin()
-    model.reset_metrics()
-    logs = keras_model.pythonify_logs(model._get_metrics_result_or_logs({}))
-    callbacks.on_test_end(logs)
-    return logs
+
+    def __init__(self, model: Any, source: Source | StreamSource, session: Session,
+                 batch: int) -> None:
+        self._model = model
+        self._collective = session.collective
+        rank, size = session.world.rank, session.world.size
+        if isinstance(source, StreamSource):
+            plan = StreamPlan(counts=source.counts, rank=rank, batch_per_rank=batch)
+            steps, self._weighted = plan.steps, True
+            dataset = (share_dataset(source.share(rank, size), plan, epochs=1)
+                       if isinstance(source, FileShares) else
+                       stream_dataset(source, plan, epochs=1))
+        else:
+            shards = ShardPlan(samples=len(source), rank=rank, size=size, batch_per_rank=batch,
+                               shuffle=False, remainder="join", for_evaluation=True)
+            steps, self._weighted = shards.steps, shards.uneven
+            dataset = training_dataset(source, shards, epochs=1)
+        self._dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
+
+    def run(self, callbacks: Any) -> dict[str, Any]:
+        """Evaluate as Keras does, with its calls of callbacks; the figures of all ranks.
+
+        Args:
+            callbacks: A `keras.callbacks.CallbackList`.
+        """
+        with self._traced():
+            return dict(self._model.evaluate(self._dataset, verbose=0, callbacks=callbacks,
+                                             return_dict=True))
+
+    @contextmanager
+    def _traced(self) -> Iterator[None]:
+        """The test function of all ranks in the place of Keras' own, which is kept."""
+        model = self._model
+        compiled = (getattr(model, "_loss_tracker", None), self._weighted)
+        known = model.__dict__.get(_TRACED)
+        theirs, model.test_function = model.test_function, None
+        if known is not None and known.value[0] == compiled:
+            model.test_function = known.value[1]
+        share = share_losses(model, self._collective)
+        with ExitStack() as undo:
+            undo.callback(share_evaluation(model, share, weighted=self._weighted))
+            undo.enter_context(losses_by_samples(model))
+            try:
+                yield
+            finally:
+                keras_seam.set_on_instance(
+                    model, _TRACED, Hidden((compiled, model.test_function)))
+                model.test_function = theirs
 
 
 @contextmanager
@@ -129,14 +146,22 @@ def losses_by_samples(model: Any) -> Iterator[None]:
     if compiled is None:
         yield
         return
-    if model.test_function is not compiled.__dict__.get(_TRACED):
-        model.test_function = None
     undo = keras_model.weight_losses_by_samples(compiled)
     try:
         yield
     finally:
         undo()
-        keras_seam.set_on_instance(compiled, _TRACED, model.test_function)
+
+
+def rows_of(model: Any, samples: int, rank: int, size: int, batch: int) -> np.ndarray[Any, Any]:
+    """The samples of one rank, in order.
+
+    Of a stateful model those that follow the ones of the batch before, as in one process with
+    the batches of all ranks; else a contiguous share.
+    """
+    stateful = any(getattr(layer, "stateful", False) for layer in model._flatten_layers())
+    return (evaluation_rows_by_step(samples, rank, size, batch) if stateful
+            else evaluation_rows(samples, rank, size))
 
 
 def predict(model: Any, data: Source | StreamSource | Any, *, batch_per_rank: int = 32,
@@ -167,9 +192,10 @@ def predict(model: Any, data: Source | StreamSource | Any, *, batch_per_rank: in
     if isinstance(source, StreamSource):
         source.count_everywhere(session.collective)
         own = source.count(rank, size)
-        share = _stream_share(source, rank, size, batch_per_rank)
-        if share is None:
-            share = tf.data.Dataset.from_tensors(source.first())
+        dataset = (source.batches(rank, size, batch_per_rank) if own
+                   else tf.data.Dataset.from_tensors(source.first()))
+        share = ready(dataset.apply(tf.data.experimental.assert_cardinality(
+            max(1, -(-own // batch_per_rank)))), autotune=is_tuned(dataset))
         everyone = [source.numbers(r, size) for r in range(size)]
     else:
         everyone = [rows_of(model, len(source), r, size, batch_per_rank) for r in range(size)]

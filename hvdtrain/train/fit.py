@@ -44,7 +44,7 @@ from hvdtrain.train.callbacks.state import CallbackStates
 from hvdtrain.train.callbacks.user import divide, restore_backup
 from hvdtrain.train.checkpoint import CheckpointStore
 from hvdtrain.train.checkpoint_file import RunState
-from hvdtrain.train.evaluate import evaluate_share, losses_by_samples, share_of
+from hvdtrain.train.evaluate import Evaluation, losses_by_samples
 from hvdtrain.train.loop import RankCallbacks, joined, skip_steps
 from hvdtrain.train.output import (
     make_saver,
@@ -202,7 +202,7 @@ class _Run:
         writers = [] if store is None else make_writers(
             session, plan, store, begin.epoch, first_step, saver=saver, times=times)
         dataset = _batches(train, session, plan, begin.epoch, first_step)
-        if first_step or plan.shards.uneven:
+        if (first_step or plan.shards.uneven) and not keras_model.metrics_are_built(model):
             keras_model.build_metrics(model, one_sample(train))
         with self._installed(plan, coordinator):
             if first_step:
@@ -243,8 +243,7 @@ class _Run:
         """Evaluates this rank's share of the validation data."""
         if validation is None:
             return None
-        share = share_of(self.model, validation, self.session, self.config.batch_per_rank)
-        return lambda callbacks: evaluate_share(self.model, share, callbacks)
+        return Evaluation(self.model, validation, self.session, self.config.batch_per_rank).run
 
 
 @contextmanager
