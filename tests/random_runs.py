@@ -69,7 +69,8 @@ def draw(seed: int, ranks: int) -> Case:
         settings["remainder"] = "join"
     if data == "arrays" and maybe(0.4):
         settings |= {"shuffle": True, "seed": int(rng.integers(1, 99))}
-    if optimizer in ("SGD", "Adam", "AdamW") and maybe(0.15) and "use_ema" not in options:
+    if optimizer in ("SGD", "Adam", "AdamW") and maybe(0.15) and (
+            "use_ema" not in options and kind != "sequence"):
         settings["zero"] = True
     layers = tuple(one("dense", "tanh", "norm", "batchnorm") for _ in range(rng.integers(0, 3)))
     # Statistics are of the whole batch only where every rank has an equal part of it.
@@ -117,13 +118,14 @@ def arrays_of(case: Case, samples: int, seed: int):
     return (x, y, weight) if case.weighted else (x, y)
 
 
-def model_of(case: Case, keras, factor: float = 1.0):
+def model_of(case: Case, keras, factor: float = 1.0, *, distributed: bool = False):
     """The compiled model, always with the same weights.
 
     Args:
         case: The case.
         keras: The module.
         factor: Float, on the learning rate.
+        distributed: Boolean, for hvdtrain.
     """
     keras.utils.set_random_seed(case.seed)
     layers = keras.layers
@@ -149,6 +151,10 @@ def model_of(case: Case, keras, factor: float = 1.0):
     loss = {"mse": keras.losses.MeanSquaredError, "huber": keras.losses.Huber,
             "mae": keras.losses.MeanAbsoluteError}[case.loss](reduction=case.reduction)
     optimizer = getattr(keras.optimizers, case.optimizer)(0.02 * factor, **case.options)
+    if distributed and case.kind == "sequence":
+        # As Keras, which applies rows of an embedding that occur twice otherwise than their sum.
+        import hvdtrain
+        hvdtrain.DistributedOptimizer(optimizer, options=hvdtrain.ReducerOptions(merge="none"))
     metric = "mean_absolute_error"
     several = case.kind == "two"
     model.compile(optimizer, [loss, loss] if several else loss,
@@ -273,7 +279,7 @@ def train_ranks(case: Case, keras, session, data, held, folder: Path):
     from hvdtrain.train.callbacks.coordinator import StoppedError
     figures: dict = {}
     for number, stop in enumerate([*case.stops, None]):
-        model = model_of(case, keras)
+        model = model_of(case, keras, distributed=True)
         model.steps_per_execution = case.steps_per_execution
         asked = []
 

@@ -129,7 +129,7 @@ def test_the_rate_is_scaled_and_warmed_up(tmp_path):
     assert result.history["learning_rate"] == pytest.approx([0.1, 0.1])
     saved = keras.models.load_model(result.model_path)
     assert type(saved.optimizer) is keras.optimizers.SGD
-    assert float(saved.optimizer.learning_rate) == pytest.approx(0.1)
+    assert float(saved.optimizer.learning_rate) == pytest.approx(0.05)
 
 
 def test_statistics_are_the_mean_of_the_replicas(tmp_path):
