@@ -586,3 +586,30 @@ def test_what_would_train_otherwise_than_keras_is_refused(cluster, keras):
                                                             replicas_to_aggregate=6))
     assert "constraint" in refusal(
         cluster, keras, lambda k: mlp(k, kernel_constraint="non_neg"), sgd, PsConfig())
+
+
+@pytest.mark.parametrize("evaluation", ["distributed", "direct"])
+def test_averaged_weights_are_validated_and_callbacks_told_of_it(cluster, keras, evaluation):
+    def averaged(keras):
+        return keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.9)
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_test_begin(self, logs=None):
+            seen.append("begin")
+
+        def on_test_batch_end(self, batch, logs=None):
+            seen.append(batch)
+
+        def on_test_end(self, logs=None):
+            seen.append(logs["loss"])
+    ps, replicas = MODES["sync"]
+    data, held = numbers(replicas * BATCH * 4), numbers(2 * BATCH)
+    _, result = train(cluster, keras, mlp, averaged, data, replace(ps, evaluation=evaluation),
+                      epochs=2, validation=held,
+                      callbacks=[keras.callbacks.SwapEMAWeights(), Watch()])
+    _, expected = plain(keras, mlp, averaged, data, batch=replicas * BATCH, epochs=2,
+                        validation_data=held, callbacks=[keras.callbacks.SwapEMAWeights()])
+    np.testing.assert_allclose(result.history["val_loss"], expected["val_loss"], rtol=1e-5)
+    assert seen == ["begin", 0, 1, seen[3], "begin", 0, 1, seen[7]]
+    np.testing.assert_allclose([seen[3], seen[7]], expected["val_loss"], rtol=1e-5)

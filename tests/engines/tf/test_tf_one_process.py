@@ -145,3 +145,26 @@ def test_statistics_are_the_mean_of_the_replicas(tmp_path):
             pytest.approx(expected, abs=1e-6))
         figures.append(case.weights)
     assert distance(*figures) < 1e-6
+
+
+def test_averaged_weights_are_validated_and_callbacks_told_of_it():
+    import keras
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            seen.append(batch)
+
+        def on_test_end(self, logs=None):
+            seen.append(logs["loss"])
+    case = Case(lambda keras: keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.9),
+                data=numbers(144), validation=32,
+                callbacks=[keras.callbacks.SwapEMAWeights(), Watch()])
+    result = train(case, settings("mirrored", TWO, shuffle=False))
+    plain = case.make()
+    history = plain.fit(case.x, case.y, batch_size=16, epochs=2, shuffle=False,
+                        verbose=0, validation_data=(case.x[:32], case.y[:32]),
+                        callbacks=[keras.callbacks.SwapEMAWeights()]).history
+    assert result.history["val_loss"] == pytest.approx(history["val_loss"], abs=1e-6)
+    assert seen == [0, 1, seen[2], 0, 1, seen[5]]
+    assert [seen[2], seen[5]] == pytest.approx(history["val_loss"], abs=1e-6)
