@@ -268,7 +268,7 @@ def train_plain(case: Case, keras, data, held, steps: int):
         lambda a: tf.TensorSpec([None, *a.shape[1:]], a.dtype), data)
     history = model.fit(
         tf.data.Dataset.from_generator(batches, output_signature=signature), epochs=case.epochs,
-        steps_per_epoch=steps, verbose=0, callbacks=callbacks_of(case, keras),
+        steps_per_epoch=steps, verbose=0, shuffle=False, callbacks=callbacks_of(case, keras),
         validation_data=held, validation_batch_size=BATCH * case.ranks)
     return [w.numpy() for w in model.weights], history.history
 

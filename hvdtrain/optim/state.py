@@ -249,7 +249,8 @@ def digests(variables: Sequence[Any]) -> Digests:
                      for v in variables))
 
 
-def check_equal(collective: Collective, variables: Sequence[Any], *, found: str,
+def check_equal(collective: Collective, variables: Sequence[Any], *, when: str = "",
+                found: str = "The ranks no longer hold the same weights",
                 advice: str = "") -> None:
     """Stop where ranks hold different values. All ranks must call it.
 
@@ -257,7 +258,8 @@ def check_equal(collective: Collective, variables: Sequence[Any], *, found: str,
         collective: The collective to use.
         variables: Sequence of variables that must be bitwise equal on all ranks: weights that
             gradients update, and the optimizer's.
-        found: String, begins the message: what differs, and when.
+        when: String for the message, e.g. `"after step 1"`.
+        found: String, begins the message: what differs.
         advice: String, ends it: what to do.
 
     Raises:
@@ -275,6 +277,7 @@ def check_equal(collective: Collective, variables: Sequence[Any], *, found: str,
     first = next(i for i, (a, b) in enumerate(zip(majority, everyone[odd[0]], strict=True))
                  if a != b)
     raise TrainingError(
-        f"{found}: rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} of "
+        f"{found}{when and ' ' + when}: rank{'s' if len(odd) > 1 else ''} "
+        f"{', '.join(map(str, odd))} of "
         f"{collective.size} differ{'' if len(odd) > 1 else 's'} from the others, first in "
         f"`{mine.names[first]}`. {advice or _DRIFTED}")

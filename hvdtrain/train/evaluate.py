@@ -66,8 +66,11 @@ def evaluate(model: Any, data: Source | StreamSource | Any, *, batch_per_rank: i
         given = keras.callbacks.CallbackList(list(callbacks), model=model, verbose=0, epochs=1,
                                              steps=None)
         results = model._get_metrics_result_or_logs
-        keras_seam.set_on_instance(model, "_get_metrics_result_or_logs",
-                                   lambda logs: merged_logs(collective, model, logs))
+
+        def figures(logs: Any) -> dict[str, Any]:
+            session.progress.advance("the end of the evaluation")
+            return merged_logs(collective, model, logs)
+        keras_seam.set_on_instance(model, "_get_metrics_result_or_logs", figures)
         try:
             return Evaluation(model, source, session, batch_per_rank).run(given)
         finally:

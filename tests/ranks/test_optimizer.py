@@ -191,7 +191,7 @@ def test_broadcast_and_seeds(rank_session, keras, tf):
     variables = state.training_state(model)
     assert state.seed_variables(variables)
     state.broadcast(rank_session.collective, variables)
-    state.check_equal(rank_session.collective, variables, found="after the broadcast")
+    state.check_equal(rank_session.collective, variables, when="after the broadcast")
     assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.1)
     state.fold_rank_into_seeds(variables, rank)
     ones = tf.ones([64, 2])
@@ -208,7 +208,7 @@ def test_a_rank_whose_weights_differ_is_named(rank_session, keras):
     if rank_session.world.rank == 1:
         v.assign([1.0, np.nextafter(np.float32(2), np.float32(3))])
     with pytest.raises(TrainingError, match=r"after step 1: rank 1 of 2 differ.*`weights"):
-        state.check_equal(rank_session.collective, [v], found="after step 1")
+        state.check_equal(rank_session.collective, [v], when="after step 1")
 
 
 def fit_quietly(*args, **kwargs):

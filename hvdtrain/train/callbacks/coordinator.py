@@ -176,6 +176,7 @@ class Coordinator(keras.callbacks.Callback):
             rate. At the end of an evaluation: its figures.
         """
         if self.is_evaluating:
+            self._progress.advance("the end of the evaluation")
             return self._figures(logs)
         epoch = self._epoch
         self._progress.advance(f"the end of epoch {epoch + 1}")
@@ -269,7 +270,7 @@ class Coordinator(keras.callbacks.Callback):
             weights = keras_seam.shared_weights(keras_seam.optimizers_of(self.model),
                                                 self.model.trainable_variables)
             state.check_equal(self._collective, [*weights, *shared],
-                              found=f"The ranks no longer hold the same weights {when}")
+                              when=when)
 
 
 class StopAgreement(keras.callbacks.Callback):
