@@ -158,8 +158,10 @@ def check_job(words: list[str]) -> None:
     Raises:
         ConfigError: The job file is missing or wrong.
     """
-    from hvdtrain.job import read_job_file
-    for word in words:
+    from hvdtrain.job import DEFAULT_JOB, check_default_job, read_job_file
+    if not words:
+        check_default_job()
+    for word in words or [DEFAULT_JOB]:
         path = Path(word)
         if path.suffix == ".toml" and not word.startswith("-"):
             read_job_file(path)

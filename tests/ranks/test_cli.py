@@ -62,8 +62,9 @@ def starters(job, tmp_path):
         "launch": [HVDTRAIN, "launch", "-np", "2", *fit, tmp_path / "launch"],
         "mpirun": [BIN / "mpirun", "--bind-to", "none", "--oversubscribe", "-np", "2", HVDTRAIN,
                    *fit, tmp_path / "mpirun"],
-        "horovodrun": [BIN / "horovodrun", "--gloo", "-np", "2", HVDTRAIN, *fit,
-                       tmp_path / "horovodrun"],
+        "horovodrun": ["horovodrun", "-np", "2", "hvdtrain", *fit, tmp_path / "horovodrun"],
+        "horovodrun --gloo": ["horovodrun", "--gloo", "-np", "2", "hvdtrain", *fit,
+                              tmp_path / "horovodrun --gloo"],
         "mpi4py": [HVDTRAIN, "launch", "-np", "2", "--collective", "mpi4py", *fit,
                    tmp_path / "mpi4py"],
         "forked": [HVDTRAIN, "launch", "-np", "2", "--preload", *fit, tmp_path / "forked"],
@@ -95,7 +96,7 @@ def test_every_starter_trains_and_ends_with_the_same_weights(job, tmp_path):
         assert (tmp_path / name / "model.keras").is_file()
     reference = weights(tmp_path / "launch/model.keras")
     assert len(reference) > 6
-    for name in ("mpirun", "horovodrun", "mpi4py", "forked"):
+    for name in ("mpirun", "horovodrun", "horovodrun --gloo", "mpi4py", "forked"):
         found = weights(tmp_path / name / "model.keras")
         assert found.keys() == reference.keys()
         for key, value in reference.items():
@@ -144,6 +145,20 @@ def test_what_is_no_job_is_refused_without_a_traceback(target, tmp_path):
     assert done.returncode == 2
     assert "Give a .toml file" in done.stderr or "neither a file nor a module" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [["fit"], ["launch", "-np", "2", "fit"]])
+def test_without_a_job_and_without_a_job_file_it_is_told(words, tmp_path):
+    done = run(HVDTRAIN, *words, timeout=20, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count(f"No job is named, and there is no hvdtrain.toml in {tmp_path}") == 1
+
+
+def test_without_a_job_it_is_the_job_file_of_the_folder(job):
+    job.rename(job.with_name("hvdtrain.toml"))
+    done = fork("fit", "--dry-run", cwd=job.parent)
+    assert done.returncode == 0, done.stderr
+    assert "job            hvdtrain: " in done.stdout
 
 
 BAD = {
