@@ -15,10 +15,15 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from hvdtrain.errors import EXIT_RUN_FAILED, EXIT_STOPPED, LaunchError
+from hvdtrain.errors import (
+    EXIT_RUN_FAILED,
+    EXIT_SIGNALLED,
+    EXIT_STOPPED,
+    EXIT_TIME_OVER,
+    LaunchError,
+)
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import RankEnd, first_failure, last_lines, name_cause
-from hvdtrain.launch.native import EXIT_TIMEOUT
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.signals import SignalInbox
 from hvdtrain.launch.starter_words import RANK_LINES, StarterWords
@@ -187,7 +192,7 @@ class ForeignJob:
     def _report(self, code: int) -> int:
         """Say how it ended, and give the exit code."""
         if self._timed_out:
-            return EXIT_TIMEOUT
+            return EXIT_TIME_OVER
         if code == 0:
             return self._check_done()
         ends = [self._end(end.rank, end.code, end.time_s) for end in self._ends.values()]
@@ -200,7 +205,7 @@ class ForeignJob:
             chosen = [end.code for end in ends if end.code > 0]
             if chosen:
                 return chosen[0]
-            return 128 + self._stopped_by if code == 1 else _shell(code)
+            return EXIT_SIGNALLED + self._stopped_by if code == 1 else _shell(code)
         if cause is not None:
             log = self._console.log_path(cause.rank)
             for line in name_cause(cause, started_s=self._started_s) + last_lines(cause, log):
@@ -224,7 +229,7 @@ class ForeignJob:
 
 
 def _shell(code: int) -> int:
-    return 128 - code if code < 0 else code
+    return EXIT_SIGNALLED - code if code < 0 else code
 
 
 def _kill_descendants(process: subprocess.Popen[bytes], before: set[int]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
-from hvdtrain.errors import TrainingError
+from hvdtrain.errors import RanksDifferError
 from hvdtrain.optim import keras_seam
 
 SEED_STRIDE = 7919
@@ -60,7 +60,7 @@ def broadcast(collective: Collective, variables: Sequence[Any], *, root: int = 0
         The number of bytes sent.
 
     Raises:
-        TrainingError: The ranks hold different structures; the first difference is named.
+        RanksDifferError: The ranks hold different structures; the first difference is named.
     """
     if collective.size == 1:
         return 0
@@ -87,7 +87,7 @@ def _compare_structure(collective: Collective, variables: Sequence[Any]) -> None
         where = next((i for i, (a, b) in enumerate(zip(everyone[0], theirs, strict=False))
                       if a != b), min(len(everyone[0]), len(theirs)))
         at = [s[where] if where < len(s) else "nothing" for s in (everyone[0], theirs)]
-        raise TrainingError(
+        raise RanksDifferError(
             f"The ranks built different models: rank 0 has {len(everyone[0])} variables, rank "
             f"{rank} has {len(theirs)}; the first difference is variable {where}: {at[0]} on "
             f"rank 0, {at[1]} on rank {rank}. Build the model from the same settings on all "
@@ -183,7 +183,7 @@ def check_equal(collective: Collective, variables: Sequence[Any], *, when: str) 
         when: String for the message, e.g. `"after step 1"`.
 
     Raises:
-        TrainingError: On every rank, naming the ranks that differ from the majority and the
+        RanksDifferError: On every rank, naming the ranks that differ from the majority and the
             first variable in which they do.
     """
     if collective.size == 1:
@@ -196,7 +196,7 @@ def check_equal(collective: Collective, variables: Sequence[Any], *, when: str) 
         return
     first = next(i for i, (a, b) in enumerate(zip(majority, everyone[odd[0]], strict=True))
                  if a != b)
-    raise TrainingError(
+    raise RanksDifferError(
         f"The ranks no longer hold the same weights {when}: rank"
         f"{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} of {collective.size} "
         f"differ from the others, first in `{mine.names[first]}`. Something updates weights on "

@@ -19,7 +19,13 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import NoReturn
 
-from hvdtrain.errors import EXIT_RUN_FAILED, EXIT_STOPPED, HvdtrainError
+from hvdtrain.errors import (
+    EXIT_COLLECTIVE,
+    EXIT_RUN_FAILED,
+    EXIT_SIGNALLED,
+    EXIT_STOPPED,
+    HvdtrainError,
+)
 from hvdtrain.runtime.descendants import kill_descendants
 from hvdtrain.runtime.stop import StopFlag
 from hvdtrain.world.failure import (
@@ -68,7 +74,7 @@ class Guard:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Print and report an error, and end the process at once."""
-        code, secondary = exit_code_of(error), is_secondary(f"{type(error).__name__}: {error}")
+        code, secondary = exit_code_of(error), _is_of_another_rank(error)
         if code == EXIT_STOPPED:
             _ignore_further_requests()
         if isinstance(error, HvdtrainError):
@@ -153,13 +159,18 @@ def watch_uncaught(world: World, environ: Mapping[str, str]) -> None:
     sys.excepthook = lambda kind, error, trace: guard.fail(error)
 
 
+def _is_of_another_rank(error: BaseException) -> bool:
+    """Whether it is what a collective raises when another rank has gone."""
+    return is_secondary(f"{type(error).__name__}: {error}")
+
+
 def exit_code_of(error: BaseException) -> int:
     """The code a process should leave with after an error."""
     if isinstance(error, HvdtrainError):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT
-    return EXIT_RUN_FAILED
+        return EXIT_SIGNALLED + signal.SIGINT
+    return EXIT_COLLECTIVE if _is_of_another_rank(error) else EXIT_RUN_FAILED
 
 
 def _ignore_further_requests() -> None:

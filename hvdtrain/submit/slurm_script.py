@@ -13,11 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import hvdtrain
+from hvdtrain.errors import EXIT_STOPPED
 from hvdtrain.submit.command import RankCommand
 from hvdtrain.submit.slurm_options import SlurmOptions
 
-STOPPED = 75
-"""Exit code of ranks that saved and left because they were told to stop."""
 _FIT_WAIT_S = 30
 _ANSI_C = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\\": "\\\\", "'": "\\'"}
 
@@ -157,8 +156,8 @@ def _end(options: SlurmOptions, command: RankCommand) -> str:
         return "exit $code\n"
     restart = "" if command.is_fit else " SLURM_RESTART_COUNT tells the program so."
     return f"""\
-# {STOPPED}: the ranks were told to stop, have saved and left.{restart}
-if (( code == {STOPPED} )); then
+# {EXIT_STOPPED}: the ranks were told to stop, have saved and left.{restart}
+if (( code == {EXIT_STOPPED} )); then
     # One that was cancelled is not RUNNING any more, and must not come back.
     state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
     if [[ $state != RUNNING ]]; then

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, NotWrittenError
 from hvdtrain.optim import keras_seam
 
 STATE_MEMBER = "hvdtrain.json"
@@ -63,7 +63,7 @@ def save_model(model: Any, path: Path, state: RunState | None = None) -> None:
     """Write a model to `path`, whole or not at all. The chief only.
 
     Raises:
-        CheckpointError: It could not be written (disk full, no permission); an older file of
+        NotWrittenError: It could not be written (disk full, no permission); an older file of
             that name is left as it was.
     """
     temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}.keras")
@@ -93,7 +93,7 @@ def write_file(data: memoryview, path: Path) -> None:
     """Write a file that is in memory, whole or not at all.
 
     Raises:
-        CheckpointError: As `save_model`.
+        NotWrittenError: As `save_model`.
     """
     temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}.keras")
     try:
@@ -109,8 +109,8 @@ def write_file(data: memoryview, path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _not_written(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
+def _not_written(path: Path, error: OSError) -> NotWrittenError:
+    return NotWrittenError(
         f"{path} could not be written: {error.strerror or error}. Free space on the disk or "
         "give another folder with --output; older checkpoints are untouched, so the run "
         "can go on with --resume.")

@@ -11,14 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
-from hvdtrain.errors import EXIT_RUN_FAILED
+from hvdtrain.errors import EXIT_COLLECTIVE, EXIT_TIME_OVER
 from hvdtrain.log import rank_prefix
 from hvdtrain.runtime.descendants import kill_descendants
 from hvdtrain.runtime.watchdog.judge import Verdict
 from hvdtrain.world.failure import FailureRecord
-
-EXIT_HANG = 124
-"""As of `timeout` and of `hvdtrain launch --timeout`: the time is over."""
 
 _ERRORS = {"deadlock": "Deadlock", "silent": "RankSilent", "lost": "RankLost"}
 _MESSAGE_CHARS = 300
@@ -57,7 +54,7 @@ def _silence() -> None:
 
 
 def _code(verdict: Verdict) -> int:
-    return EXIT_RUN_FAILED if verdict.kind == "lost" else EXIT_HANG
+    return EXIT_COLLECTIVE if verdict.kind == "lost" else EXIT_TIME_OVER
 
 
 def _say(verdict: Verdict, me: Identity) -> None:

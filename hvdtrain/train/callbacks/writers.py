@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import NotWrittenError
 from hvdtrain.train.callbacks.saver import CheckpointSaver, SaveTimes
 
 
@@ -88,7 +88,7 @@ class MetricsWriter(keras.callbacks.Callback):
             with self._path.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")
         except OSError as error:
-            raise CheckpointError(
+            raise NotWrittenError(
                 f"{self._path} could not be written: {error.strerror or error}. Free space on "
                 "the disk, then go on with --resume.") from error
 
