@@ -143,7 +143,7 @@ def test_a_killed_rank_ends_the_others_under_a_starter_that_does_not(ranks, faul
     texts = some.end(LOST_GRACE_S + 2 * 1.0 + SLACK_S)
     codes = some.codes()
     assert codes.pop(faulty) == -signal.SIGKILL
-    assert codes == [1, 1]
+    assert codes == [EXIT_COLLECTIVE] * 2
     texts.pop(faulty)
     for text in texts:
         assert f"hvdtrain: rank {faulty} on here ended without a word" in text
