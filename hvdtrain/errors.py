@@ -75,6 +75,18 @@ class TrainingError(HvdtrainError, RuntimeError):
     """Training cannot go on."""
 
 
+class LeftEarlyError(TrainingError):
+    """A rank was about to leave with code 0 (`sys.exit()`) while the others go on."""
+
+    exit_code: int = EXIT_RUN_FAILED
+
+    def __init__(self) -> None:
+        super().__init__(
+            "This rank was about to leave the training with code 0 (sys.exit) before its end, and "
+            "the others would wait for it. To end the training on all ranks, set "
+            "model.stop_training = True in a callback; to report a failure, raise an error.")
+
+
 class NotFiniteError(TrainingError):
     """The loss, or a weight, is not finite."""
 

@@ -18,10 +18,10 @@ from hvdtrain.collectives import current as default_collective
 from hvdtrain.collectives.base import Collective
 from hvdtrain.collectives.select import Choice, choose, create
 from hvdtrain.config import TrainConfig, check_hang_timeout
-from hvdtrain.errors import ConfigError, WorldError
+from hvdtrain.errors import ConfigError, LeftEarlyError, WorldError
 from hvdtrain.horovod_check import check_horovod
 from hvdtrain.optional import require
-from hvdtrain.runtime.guard import watch_uncaught
+from hvdtrain.runtime.guard import ScriptGuard
 from hvdtrain.runtime.progress import IDLE, Progress
 from hvdtrain.runtime.watchdog import Watchdog, start_watchdog
 from hvdtrain.world import World
@@ -40,6 +40,7 @@ class Session:
     progress: Progress = field(default_factory=Progress)
     """How far this rank has come, for the watchdog."""
     watchdog: Watchdog | None = None
+    guard: ScriptGuard | None = None
 
     @contextmanager
     def watched(self, hang_timeout_s: float) -> Iterator[None]:
@@ -48,6 +49,10 @@ class Session:
             self.watchdog.settings.hang_timeout_s = hang_timeout_s
         try:
             yield
+        except SystemExit as error:
+            if error.code in (None, 0) and self.world.size > 1:
+                raise LeftEarlyError from error
+            raise
         finally:
             self.progress.enter(IDLE)
 
@@ -83,9 +88,11 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
     """
     if _current:
         return _current[0]
-    check_hang_timeout(hang_timeout_s)
     env = os.environ if environ is None else environ
-    world = detect_world(env)
+    guard = ScriptGuard(env)
+    guard.install()
+    check_hang_timeout(hang_timeout_s)
+    world = guard.world = detect_world(env)
     log.configure(log.rank_prefix(world.rank, world.size, world.host))
     choice = choose(collective, world, check_horovod())
     require("tensorflow", "training")
@@ -104,11 +111,10 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
     made = create(choice)
     compare_with_promise(world, made)
     made.one_host = world.local_size == world.size
-    if world.size > 1:
-        watch_uncaught(world, env)
     progress = Progress()
     session = Session(
         world=world, collective=made, choice=choice, devices=plan, progress=progress,
+        guard=guard,
         watchdog=start_watchdog(world, progress, made.gather_objects,
                                 hang_timeout_s=hang_timeout_s, environ=env))
     _current.append(session)
@@ -132,6 +138,8 @@ def shutdown() -> None:
         if session.watchdog is not None:
             session.watchdog.close()
         session.collective.close()
+        if session.guard is not None:
+            session.guard.uninstall()
         default_collective.use(None)
 
 

@@ -15,7 +15,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hvdtrain.errors import EXIT_HOST_LOST, EXIT_SIGNALLED, EXIT_STOPPED, EXIT_TIME_OVER
+from hvdtrain.errors import (
+    EXIT_HOST_LOST,
+    EXIT_RUN_FAILED,
+    EXIT_SIGNALLED,
+    EXIT_STOPPED,
+    EXIT_TIME_OVER,
+)
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.crew import Crew
 from hvdtrain.launch.failure import RankEnd, describe, first_failure
@@ -138,6 +144,8 @@ class NativeJob:
 
     def _ended(self, rank: int, code: int, time_s: float, reason: str, offset_s: float) -> None:
         self._console.finish(rank)
+        if code == 0 and self._plan.says_done and rank not in self._console.done:
+            code, reason = EXIT_RUN_FAILED, "left early with code 0"
         record = self._console.record(rank)
         if record is not None:
             record = replace(record, time_s=record.time_s + offset_s)

@@ -194,6 +194,33 @@ def test_bad_input_is_a_clear_error_without_a_traceback(case, tmp_path):
     assert "Traceback" not in done.stdout + done.stderr
 
 
+SCRIPT = """
+import keras
+import numpy as np
+
+import hvdtrain
+
+hvdtrain.init()
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+hvdtrain.fit(model, (np.zeros((0, 4), "f4"), np.zeros((0, 1), "f4")))
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_mistake_in_a_script_is_told_as_by_fit(ranks, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "script.py"]
+    done = run(*(preload.forked(*command) if ranks == 1 else
+                 [HVDTRAIN, "launch", "-np", "2", "--", *command]), cwd=tmp_path,
+               **preload.environment())
+    assert done.returncode == 2, done.stderr
+    told = "hvdtrain: train: the data set is empty; at least one sample is needed."
+    assert done.stderr.count(told) == ranks, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "background loop" not in done.stderr
+
+
 @pytest.mark.slow
 def test_fewer_samples_than_ranks_is_told_once_by_the_launcher(job, tmp_path):
     np.savez(tmp_path / "one.npz", x=np.zeros((1, 64), "f4"), y=np.zeros(1))

@@ -7,13 +7,13 @@ import os
 import sys
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
 from hvdtrain.errors import EXIT_COLLECTIVE, EXIT_TIME_OVER
 from hvdtrain.log import rank_prefix
 from hvdtrain.runtime.descendants import kill_descendants
+from hvdtrain.runtime.guard import silence
 from hvdtrain.runtime.watchdog.judge import Verdict
 from hvdtrain.world.failure import FailureRecord
 
@@ -41,16 +41,10 @@ def leave(verdict: Verdict, me: Identity) -> NoReturn:
     saying = threading.Thread(target=_say, args=(verdict, me), daemon=True)
     saying.start()
     saying.join(_SAY_LIMIT_S)
-    _silence()
+    silence()
     time.sleep(_CAUSE_WAIT_S if me.rank in verdict.causes else _OTHERS_WAIT_S)
     kill_descendants()
     os._exit(_code(verdict))
-
-
-def _silence() -> None:
-    """What else this rank would print is a consequence: its collective fails as others leave."""
-    with suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _code(verdict: Verdict) -> int:
