@@ -38,6 +38,8 @@ class HvdtrainError(Exception):
     """Base of all errors that hvdtrain raises on purpose."""
 
     exit_code: int = EXIT_USAGE
+    of_another_rank: bool = False
+    """Whether the failure of another rank is the cause."""
 
     # TensorFlow's autograph re-raises an error of this constructor as its own type, and any
     # other as a StagingError.
@@ -73,6 +75,13 @@ class OptimizerError(HvdtrainError, RuntimeError):
 
 class TrainingError(HvdtrainError, RuntimeError):
     """Training cannot go on."""
+
+
+class ChiefFailedError(TrainingError):
+    """Rank 0 has failed in work that it does for all ranks."""
+
+    exit_code: int = EXIT_COLLECTIVE
+    of_another_rank = True
 
 
 class LeftEarlyError(TrainingError):

@@ -22,7 +22,7 @@ from hvdtrain.cli.hosts import (
 )
 from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.launch.options import COLLECTIVES, STARTERS, ElasticOptions, LaunchOptions
-from hvdtrain.launch.remote_shell import RemoteOptions
+from hvdtrain.launch.remote_shell import RemoteOptions, asks_about_keys
 
 # The first word that is no option begins the command; its own options are left alone.
 LAUNCH_SETTINGS = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
@@ -113,7 +113,8 @@ def launch_command(
             slots_per_host=slots_per_host, elastic_timeout_s=elastic_timeout,
             reset_limit=reset_limit))
     names = [host.name for host in read_hosts(options, os.environ)]
-    plan = make_plan(options, os.environ, gather_facts(names))
+    facts = gather_facts(names, lambda host: asks_about_keys(host, options.remote))
+    plan = make_plan(options, os.environ, facts)
     if dry_run:
         print(render(plan), end="")
         return

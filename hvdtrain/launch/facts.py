@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,25 +56,35 @@ class LaunchFacts:
     """The path of Slurm's srun."""
     own_names: frozenset[str] = frozenset()
     """Names among those of the hosts that lead to this host, beside `localhost` and `hostname`."""
+    strict_keys: bool = False
+    """Whether ssh's configuration tells for some host what to do with a key that is not known."""
 
 
-def gather_facts(hosts: Sequence[str] = ()) -> LaunchFacts:
+def gather_facts(hosts: Sequence[str] = (),
+                 asks_about_keys: Callable[[str], bool] | None = None) -> LaunchFacts:
     """Look at this machine. Imports no TensorFlow; asks `mpirun --version` (10 ms).
 
     Args:
         hosts: Names of hosts; those of this host are told apart by their addresses.
+        asks_about_keys: Callable that tells of another host whether ssh would ask about its key
+            (5 ms); None where that does not matter.
     """
     # Imported here: `hvdtrain launch --help` does not need it.
     from hvdtrain.horovod_check import check_horovod
 
     check = check_horovod()
     scripts_dir = sysconfig.get_path("scripts")
+    own = frozenset(filter(_is_this_host, hosts))
+    others = [] if asks_about_keys is None else [
+        host for host in hosts if host not in own | {"localhost"}]
+    with ThreadPoolExecutor(16) as pool:
+        strict = not all(pool.map(asks_about_keys, others)) if asks_about_keys else False
     return LaunchFacts(
         horovod_ok=check.ok, horovod_problem=check.problems[0] if check.problems else "",
         horovod_gloo=check.gloo, horovod_mpi_kind=check.mpi_kind, mpirun=find_mpirun(scripts_dir),
         cores=len(os.sched_getaffinity(0)), is_root=os.geteuid() == 0, python=sys.executable,
         scripts_dir=scripts_dir, hostname=os.uname().nodename, srun=shutil.which("srun"),
-        own_names=frozenset(filter(_is_this_host, hosts)))
+        own_names=own, strict_keys=strict)
 
 
 def _is_this_host(name: str) -> bool:

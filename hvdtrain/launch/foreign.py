@@ -35,6 +35,7 @@ _LAST_WORDS_S = 0.5
 _FAILURE_GRACE_S = 10.0
 """How long a starter may take to end a job of which a rank has said that it failed."""
 _KILL_AFTER_S = 5.0
+_GIVE_UP_S, _REAP_S = 2.0, 0.01
 _SRUN_CAUSE_S, _SRUN_PATIENCE_S = 3.0, 1.0
 """srun does not end a job itself (its --kill-on-bad-exit would also strike at ranks that stop on
 request, one after the other); this launcher does, after the cause and the others had time to
@@ -86,11 +87,14 @@ class ForeignJob:
         try:
             self._serve(process, inbox)
         finally:
-            _kill_descendants(process, before)
+            left = _kill_descendants(process, before)
             libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
             for stream in (process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
+        if left:
+            self._console.say(f"{len(left)} processes outlive SIGKILL and are left on this host: "
+                              f"{', '.join(map(str, sorted(left)))}")
         return self._report(process.returncode)
 
     def _serve(self, process: subprocess.Popen[bytes], inbox: SignalInbox) -> None:
@@ -232,18 +236,28 @@ def _shell(code: int) -> int:
     return EXIT_SIGNALLED - code if code < 0 else code
 
 
-def _kill_descendants(process: subprocess.Popen[bytes], before: set[int]) -> None:
-    """End the starter, and what it has left behind on this host."""
+def _kill_descendants(process: subprocess.Popen[bytes], before: set[int]) -> set[int]:
+    """End the starter, and what it has left behind on this host.
+
+    Returns:
+        The processes that outlive SIGKILL, as in an uninterruptible wait.
+    """
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GIVE_UP_S)
+    deadline = time.monotonic() + _GIVE_UP_S
     while orphans := _children() - before:  # those of a killed one come in the next round
         for pid in orphans:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
             with suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+                os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_REAP_S)
+    return orphans
 
 
 def _children() -> set[int]:

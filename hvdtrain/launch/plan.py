@@ -180,7 +180,7 @@ def _starter_env(starter: str, options: LaunchOptions, environ: Mapping[str, str
         defaults["SRUN_CPUS_PER_TASK"] = environ["SLURM_CPUS_PER_TASK"]
     defaults = {name: value for name, value in defaults.items() if name not in environ}
     if starter == "horovodrun" and options.collective == "horovod-mpi" and facts.mpirun:
-        return defaults | _horovodrun_mpi_env(options, environ, facts.mpirun)
+        return defaults | _horovodrun_mpi_env(options, environ, facts, facts.mpirun)
     return defaults
 
 
@@ -188,13 +188,13 @@ def _mpirun_elsewhere_env(options: LaunchOptions, facts: LaunchFacts) -> dict[st
     """What ranks on other hosts would miss; and MPICH's way to give options to ssh."""
     env = {REPORT_VARIABLE: "1"}
     if facts.mpirun is not None and facts.mpirun.flavour == "mpich":
-        env["HYDRA_LAUNCHER_EXTRA_ARGS"] = mpi_ssh_args(options.remote)
+        env["HYDRA_LAUNCHER_EXTRA_ARGS"] = mpi_ssh_args(options.remote, facts)
     return env
 
 
-def _horovodrun_mpi_env(options: LaunchOptions, environ: Mapping[str, str],
+def _horovodrun_mpi_env(options: LaunchOptions, environ: Mapping[str, str], facts: LaunchFacts,
                         mpirun: Mpirun) -> dict[str, str]:
     """It looks for mpirun on PATH only, and knows the ssh options of old Open MPI only."""
     args = "PRTE_MCA_plm_ssh_args" if mpirun.major >= 5 else "OMPI_MCA_plm_rsh_args"
     return {"PATH": f"{Path(mpirun.path).parent}:{environ.get('PATH', '/usr/bin:/bin')}",
-            args: mpi_ssh_args(options.remote)}
+            args: mpi_ssh_args(options.remote, facts)}

@@ -203,7 +203,9 @@ def silence() -> None:
 
 
 def _is_of_another_rank(error: BaseException) -> bool:
-    """Whether it is what a collective raises when another rank has gone."""
+    """Whether it is what a collective raises when another rank has gone, or the like."""
+    if isinstance(error, HvdtrainError):
+        return error.of_another_rank
     return is_secondary(f"{type(error).__name__}: {error}")
 
 

@@ -198,6 +198,15 @@ def test_a_second_signal_ends_at_once_but_not_one_that_was_sent_twice() -> None:
     assert (done.returncode, done.stdout) == (143, "0\n0\n")
 
 
+def test_a_second_signal_leaves_no_children() -> None:
+    done = rank("import subprocess\nchild = subprocess.Popen(['/bin/sh', '-c', 'sleep 61; :'])\n"
+                "time.sleep(0.2)\nprint(child.pid, flush=True)\nfor _ in range(2):\n"
+                "    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(1.1)")
+    assert done.returncode == 143
+    command = Path(f"/proc/{done.stdout.strip()}/cmdline")
+    assert not command.exists() or not command.read_bytes()
+
+
 def test_install_leaves_nothing_behind() -> None:
     def state() -> tuple[object, ...]:
         return (sys.excepthook, signal.getsignal(signal.SIGTERM),

@@ -1,7 +1,10 @@
 """mpirun and horovodrun as started by us: a fake one on disk tells what it was given."""
 
+import os
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +64,6 @@ def test_one_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 
 def test_importing_the_launcher_loads_no_big_library() -> None:
-    import subprocess
-
     program = ("import sys; import hvdtrain.launch.execute, hvdtrain.launch.facts, "
                "hvdtrain.runtime.guard, hvdtrain.runtime.bootstrap, hvdtrain.runtime.meet; "
                "print(*(m for m in ('tensorflow', 'keras', 'numpy', 'horovod', 'mpi4py', 'typer', "
@@ -124,6 +125,43 @@ def test_processes_that_a_starter_leaves_are_ended(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     assert launch(planned(tmp_path, f"setsid sleep 60 & echo $! > '{pid}'; exit 0")) == 0
     assert not Path(f"/proc/{pid.read_text().strip()}").exists()
+
+
+#: Waits for a process to attach to, says so, and never lets go of it.
+TRACER = """
+import ctypes, pathlib, sys, time
+while not (text := pathlib.Path(sys.argv[1]).read_text() if pathlib.Path(sys.argv[1]).exists()
+           else ""):
+    time.sleep(0.01)
+if ctypes.CDLL(None).ptrace(0x4206, int(text), 0, 0):  # PTRACE_SEIZE
+    sys.exit("ptrace is not allowed here")
+pathlib.Path(sys.argv[2]).touch()
+time.sleep(60)
+"""
+
+
+def test_a_process_that_cannot_be_buried_does_not_hold_up_the_launcher(
+        tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nobody but its tracer can: to its parent it is as one in an uninterruptible wait."""
+    pid, held = tmp_path / "pid", tmp_path / "held"
+    tracer = subprocess.Popen([sys.executable, "-c", TRACER, pid, held], stderr=subprocess.PIPE,
+                              text=True)
+    try:
+        body = (f"setsid sleep 60 & echo $! > '{pid}.part'; mv '{pid}.part' '{pid}'; "
+                f"for i in $(seq 500); do [ -e '{held}' ] && exit 0; sleep 0.01; done; exit 9")
+        started = time.monotonic()
+        code = launch(planned(tmp_path, body))
+        if code == 9:
+            pytest.skip(f"no process can be traced: {tracer.communicate(timeout=9)[1]}")
+        assert code == 0
+        assert time.monotonic() - started < 8.0
+        assert f"outlive SIGKILL and are left on this host: {pid.read_text().strip()}" in (
+            capfd.readouterr().err)
+    finally:
+        tracer.kill()
+        tracer.communicate()
+        with suppress(ChildProcessError):
+            os.waitpid(int(pid.read_text()), 0)
 
 
 def test_a_starter_that_lost_ranks_and_ends_with_0_is_not_believed(

@@ -221,6 +221,15 @@ def test_a_mistake_in_a_script_is_told_as_by_fit(ranks, tmp_path):
     assert "background loop" not in done.stderr
 
 
+def test_shutdown_takes_the_guard_of_a_script_away(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import sys\nimport hvdtrain\nhvdtrain.init()\n"
+        "assert sys.excepthook is not sys.__excepthook__\nhvdtrain.shutdown()\n"
+        "assert sys.excepthook is sys.__excepthook__\n")
+    done = run(*preload.forked(sys.executable, "script.py"), cwd=tmp_path, **preload.environment())
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_fewer_samples_than_ranks_is_told_once_by_the_launcher(job, tmp_path):
     np.savez(tmp_path / "one.npz", x=np.zeros((1, 64), "f4"), y=np.zeros(1))
