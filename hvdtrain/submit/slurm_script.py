@@ -7,14 +7,13 @@ a shell but by Slurm, which has its own way with quotes.
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import hvdtrain
 from hvdtrain.errors import EXIT_STOPPED
-from hvdtrain.submit.command import RankCommand
+from hvdtrain.launch.rank_command import RankCommand
 from hvdtrain.submit.slurm_options import SlurmOptions
 
 _FIT_WAIT_S = 30
@@ -121,7 +120,7 @@ def program_of(options: SlurmOptions, command: RankCommand) -> tuple[str, ...]:
         return (options.program, *command.words)
     if options.venv is not None:
         return (str(options.venv / "bin" / "python"), "-m", "hvdtrain", *command.words)
-    return (sys.executable, "-m", "hvdtrain", *command.words)
+    return command.argv
 
 
 def _step(options: SlurmOptions, command: RankCommand) -> str:
