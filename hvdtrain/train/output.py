@@ -9,7 +9,7 @@ from typing import Any
 
 import hvdtrain
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.log import get_logger
 from hvdtrain.optim import state
 from hvdtrain.optim.kept_back_files import restore_kept_back
@@ -39,10 +39,14 @@ def open_output(session: Session, config: TrainConfig) -> CheckpointStore | None
         The store of checkpoints, or None where nothing is written.
 
     Raises:
+        ConfigError: A run is to be resumed, but no output folder is given.
         CheckpointError: On every rank: the output is a file, or holds a former run.
     """
     output = config.output
     if output is None:
+        if config.resume:
+            raise ConfigError("resume needs the output folder of the run to go on with: give "
+                              "TrainConfig(output=...). `hvdtrain fit` has one by itself.")
         return None
     store = CheckpointStore(output / "checkpoints", keep=config.keep_checkpoints,
                             background=config.checkpoint_background)

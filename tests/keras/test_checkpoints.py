@@ -12,7 +12,7 @@ import pytest
 
 import hvdtrain
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.optim.distributed import DistributedOptimizer
 from hvdtrain.settings import replace
 from hvdtrain.train import checkpoint
@@ -125,6 +125,11 @@ def test_figures_of_a_former_run_are_kept_whole_or_as_they_were(tmp_path, monkey
     with pytest.raises(KeyboardInterrupt):
         hvdtrain.fit(compiled(), data(), config=replace(config, resume=True, epochs=3))
     assert path.read_text() == before
+
+
+def test_a_script_that_resumes_needs_an_output_folder():
+    with pytest.raises(ConfigError, match="resume needs the output folder"):
+        hvdtrain.fit(compiled(), data(), config=TrainConfig(resume=True))
 
 
 def test_what_a_killed_run_left_is_removed_when_it_goes_on(tmp_path):
