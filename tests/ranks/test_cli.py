@@ -230,6 +230,31 @@ def test_shutdown_takes_the_guard_of_a_script_away(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_more_ranks_than_cores_are_told_and_give_way_to_each_other(tmp_path):
+    """As `horovodrun -np 2` on one core, all of which a rank that waits would take."""
+    (tmp_path / "script.py").write_text(
+        "import os\nimport hvdtrain\nsession = hvdtrain.init()\n"
+        "print('devices:', session.devices, os.environ['OMPI_MCA_mpi_yield_when_idle'])\n"
+        "session.collective.barrier()\n")
+    core = str(min(os.sched_getaffinity(0)))
+    done = run("env", "-u", "OMPI_MCA_mpi_yield_when_idle", "taskset", "-c", core, BIN / "mpirun",
+               "--bind-to", "none", "--oversubscribe", "-np", "2",
+               *preload.forked(sys.executable, "script.py"), cwd=tmp_path, **preload.environment())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("devices: CPU, 1 CPU thread; 2 ranks share 1 core, so they wait for "
+                             "each other 1\n") == 2, done.stdout
+
+
+def test_a_rank_that_mpirun_has_bound_to_one_core_of_many_knows(tmp_path):
+    cores = len(os.sched_getaffinity(0))
+    if cores == 1:
+        pytest.skip("this machine has one core")
+    program = ("from hvdtrain.train.devices import starter_cores, usable_cores; "
+               "print('cores:', usable_cores(), starter_cores())")
+    done = run(BIN / "mpirun", "-np", "1", sys.executable, "-c", program)
+    assert f"cores: 1 {cores}\n" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_fewer_samples_than_ranks_is_told_once_by_the_launcher(job, tmp_path):
     np.savez(tmp_path / "one.npz", x=np.zeros((1, 64), "f4"), y=np.zeros(1))
