@@ -15,6 +15,8 @@ from typing import Any
 from hvdtrain.errors import DeviceError
 from hvdtrain.world import World
 
+_MORE_CORES = {"openmpi": "give mpirun --bind-to none",
+               "slurm": "give sbatch and srun --cpus-per-task"}
 _STARTERS = ("mpirun", "prterun", "prted", "orted", "hydra_pmi_proxy", "mpiexec.hydra")
 
 
@@ -45,15 +47,17 @@ def plan_devices(world: World, *, visible_gpus: int, cores: int, environ: Mappin
         world: Who this rank is.
         visible_gpus: Integer, GPUs that this process can see.
         cores: Integer, cores that this process may run on.
-        environ: Mapping; `SLURM_CPUS_PER_TASK` tells cores that are this rank's own, and
-            `CUDA_VISIBLE_DEVICES` that the starter chose the rank's GPU already.
+        environ: Mapping; `SLURM_CPUS_PER_TASK` tells cores that are this rank's own,
+            `SLURM_CPUS_ON_NODE` those of all ranks of the host, and `CUDA_VISIBLE_DEVICES` that
+            the starter chose the rank's GPU already.
         starter_cores: Integer, cores that the starter may run on, which may have bound this rank
             to some of them; 0 where that is not known.
 
     Raises:
         DeviceError: More ranks on this host than GPUs.
     """
-    host_cores = max(cores, starter_cores)
+    on_node = environ.get("SLURM_CPUS_ON_NODE", "") if world.starter == "slurm" else ""
+    host_cores = max(cores, starter_cores, int(on_node) if on_node.isdecimal() else 0)
     crowded = world.local_size > host_cores
     return DevicePlan(gpu=_plan_gpu(world, visible_gpus, environ), crowded=crowded,
                       threads=_plan_threads(world, cores, host_cores, environ),
@@ -65,8 +69,8 @@ def _note(world: World, cores: int, host_cores: int, *, crowded: bool) -> str:
     if crowded:
         return f"{world.local_size} ranks share {many}, so they wait for each other"
     if cores < host_cores // world.local_size:
-        return (f"bound to {cores} of {many} by {world.starter}: give its mpirun --bind-to none"
-                if world.starter == "openmpi" else f"bound to {cores} of {many}")
+        advice = _MORE_CORES.get(world.starter)
+        return f"bound to {cores} of {many}{f': {advice}' if advice else ''}"
     return ""
 
 

@@ -20,8 +20,8 @@ def plan(local_rank=0, local_size=1, gpus=0, cores=8, starter="native", **enviro
     (4, 8, 8, "", 2),
     (2, 4, 8, "", 4),  # each of two ranks has half of the cores of its own
     (4, 8, 16, "", 4),  # bound to one of two packages, with another rank
-    (1, 1, 8, "; bound to 1 of 8 cores by openmpi: give its mpirun --bind-to none", 1),
-    (2, 1, 8, "; bound to 1 of 8 cores by openmpi: give its mpirun --bind-to none", 1),
+    (1, 1, 8, "; bound to 1 of 8 cores: give mpirun --bind-to none", 1),
+    (2, 1, 8, "; bound to 1 of 8 cores: give mpirun --bind-to none", 1),
     (2, 1, 2, "", 1),
     (4, 2, 0, "; 4 ranks share 2 cores, so they wait for each other", 1),
     (4, 2, 2, "; 4 ranks share 2 cores, so they wait for each other", 1),
@@ -33,6 +33,13 @@ def test_few_cores_for_a_rank_are_told(ranks, cores, starter_cores, note, thread
                          starter_cores=starter_cores)
     assert str(found) == f"CPU, {threads} CPU thread{'s' if threads > 1 else ''}{note}"
     assert found.crowded == ("share" in note)
+
+
+def test_cores_of_a_task_of_slurm_are_not_those_of_all_tasks():
+    assert plan(0, 4, cores=1, starter="slurm", SLURM_CPUS_ON_NODE="4").note == ""
+    assert plan(0, 2, cores=1, starter="slurm", SLURM_CPUS_ON_NODE="8").note == (
+        "bound to 1 of 8 cores: give sbatch and srun --cpus-per-task")
+    assert plan(0, 4, cores=2, starter="slurm").note.startswith("4 ranks share 2 cores")
 
 
 def test_each_local_rank_gets_its_gpu():
