@@ -1,4 +1,4 @@
-"""The edits of `horovodrun`: command lines that today's MPI takes, hostfiles of every dialect.
+"""The edits of `horovodrun`: command lines that today's MPI takes, hostfiles of every dialect, ssh.
 
 Without an option `horovodrun` starts the ranks with mpirun wherever Horovod was built with MPI, and
 its command line is that of Open MPI 4. They change Python files only.
@@ -10,6 +10,7 @@ from hvdtrain.build_horovod.source import Edit
 
 _MPI_RUN = "horovod/runner/mpi_run.py"
 _HOSTS = "horovod/runner/common/util/hosts.py"
+_REMOTE = "horovod/runner/util/remote.py"
 
 _HELPERS = '''\
 def _mpirun():
@@ -26,6 +27,23 @@ def _plm_option(env=None):
 
 
 def mpi_available(env=None):'''
+
+_UNKNOWN_KEYS = '''\
+import subprocess
+
+SSH_COMMAND_PREFIX = 'ssh -o PasswordAuthentication=no'
+
+
+def _unknown_keys(host):
+    """Accept a key that is not known where ssh would ask; a configuration that decides counts."""
+    try:
+        said = subprocess.run(['ssh', '-G', host], capture_output=True, text=True,
+                              stdin=subprocess.DEVNULL, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        said = ''
+    asks = 'stricthostkeychecking ask' in said.splitlines()
+    return ' -o StrictHostKeyChecking=accept-new' if asks else ''
+'''
 
 _READ_HOSTFILE = '''\
     slots = {}
@@ -69,6 +87,12 @@ RUNNER_EDITS = (
     Edit(name="runner-num-concurrent", reason="as runner-ssh", file=_MPI_RUN,
          pattern=r"'-mca plm_rsh_num_concurrent \{\}'\.format\(len\(host_names\)\)",
          replacement="f'{_plm_option(env)}_num_concurrent {len(host_names)}'"),
+    Edit(name="runner-unknown-keys",
+         reason="it took any key of a host, also one that has changed, whatever ssh is told",
+         file=_REMOTE, pattern=r"^SSH_COMMAND_PREFIX = .*\n", replacement=_UNKNOWN_KEYS),
+    Edit(name="runner-ssh-command", reason="used where ssh's command line is made",
+         file=_REMOTE, pattern=r"f'\{SSH_COMMAND_PREFIX\} \{host\} ",
+         replacement="f'{SSH_COMMAND_PREFIX}{_unknown_keys(host)} {host} "),
     Edit(name="runner-hostfile",
          reason="comments, blank lines, `host`, `host:4` and `max_slots` were errors",
          file=_HOSTS, pattern=r"^    hosts = \[\]\n    with open\(filename, 'r'\) as f:\n"
