@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from hvdtrain.errors import (
+    EXIT_COLLECTIVE,
     EXIT_RUN_FAILED,
     EXIT_SIGNALLED,
     EXIT_STOPPED,
@@ -186,12 +187,13 @@ class ForeignJob:
         text = line.decode(errors="replace")
         said = self._words.read(text)
         if said is not None and said.rank < self._plan.np and said.rank not in self._ends:
-            self._ends[said.rank] = self._end(said.rank, said.code, time.time())
+            self._ends[said.rank] = self._end(said.rank, said.code, time.time(), said.reason)
         self._console.pass_on(stream, text)
 
-    def _end(self, rank: int, code: int, time_s: float) -> RankEnd:
+    def _end(self, rank: int, code: int, time_s: float, reason: str = "") -> RankEnd:
         return RankEnd(rank=rank, host=self._plan.slots[rank].host, code=code, time_s=time_s,
-                       record=self._console.record(rank), tail=self._console.tail(rank))
+                       reason=reason, record=self._console.record(rank),
+                       tail=self._console.tail(rank))
 
     def _report(self, code: int) -> int:
         """Say how it ended, and give the exit code."""
@@ -199,7 +201,8 @@ class ForeignJob:
             return EXIT_TIME_OVER
         if code == 0:
             return self._check_done()
-        ends = [self._end(end.rank, end.code, end.time_s) for end in self._ends.values()]
+        ends = [self._end(end.rank, end.code, end.time_s, end.reason)
+                for end in self._ends.values()]
         if ends and all(end.code == EXIT_STOPPED for end in ends):
             self._console.say("all ranks stopped on request")
             return EXIT_STOPPED
@@ -211,14 +214,24 @@ class ForeignJob:
                 return chosen[0]
             return EXIT_SIGNALLED + self._stopped_by if code == 1 else _shell(code)
         if cause is not None:
+            self._name_silent(cause)
             log = self._console.log_path(cause.rank)
             for line in name_cause(cause, started_s=self._started_s) + last_lines(cause, log):
                 self._console.say(line)
-            return cause.exit_code
+            told = cause.record is not None or not cause.secondary
+            return cause.exit_code if told else EXIT_COLLECTIVE
         if code < 0:
             self._console.say(f"{self._plan.starter} was killed by {signal_name(-code)}")
         return _shell(code)
 
+    def _name_silent(self, cause: RankEnd) -> None:
+        """The ranks of which nothing was heard, where the others only tell that one has gone."""
+        silent = [rank for rank in range(self._plan.np)
+                  if rank not in self._console.done and rank not in self._ends]
+        if self._plan.says_done and cause.secondary and silent:
+            named = ", ".join(f"rank {rank} on {self._plan.slots[rank].host}" for rank in silent)
+            self._console.say(f"{named} told neither that it was done nor why it failed: it was "
+                              "killed, or left early with code 0. The others could not go on")
 
     def _check_done(self) -> int:
         """Open MPI 5 ends with 0 after it has lost a host."""

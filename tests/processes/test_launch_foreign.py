@@ -110,6 +110,33 @@ def test_the_rank_that_failed_is_named_with_its_last_lines(
     assert "  | reading shard 17" in err
 
 
+def test_a_rank_that_is_gone_without_a_word_is_named(
+        tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """mpirun tells of no end with 0, and not of each that was killed."""
+    record = FailureRecord(rank=0, host="x", time_s=time.time(), error="UnknownError",
+                           message="Horovod has been shut down", primary=False, code=7)
+    said = f"echo '[1,0]<stderr>: {record.to_line().strip()}' >&2; exit 1"
+    fit = ("python", "-m", "hvdtrain", "fit", "job.toml")
+    assert launch(planned(tmp_path, said, command=fit)) == 7
+    assert "rank 1 on localhost told neither that it was done nor why" in capfd.readouterr().err
+    assert launch(planned(tmp_path, f"echo '[1,1]<stderr>: HVD-DONE' >&2; {said}", command=fit)
+                  ) == 7
+    assert "told neither" not in capfd.readouterr().err
+
+
+def test_a_rank_whose_mpi_has_lost_another_is_not_the_cause(
+        tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As Open MPI 5 told it, when rank 1 on another host had been killed."""
+    lines = ["[1,0]<stderr>: An MPI communication peer process has unexpectedly disconnected.",
+             "prterun has exited due to process rank 0 with PID 0 on node hosta calling"]
+    said = "; ".join(f"echo '{line}' >&2" for line in lines)
+    fit = ("python", "-m", "hvdtrain", "fit", "job.toml")
+    assert launch(planned(tmp_path, f"{said}; exit 14", command=fit)) == 7
+    err = capfd.readouterr().err
+    assert "hvdtrain launch: rank 1 on localhost told neither" in err
+    assert "called MPI_Abort" in err
+
+
 def test_a_starter_that_hangs_after_a_failure_is_ended(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvdtrain.launch.foreign._FAILURE_GRACE_S", 0.3)
