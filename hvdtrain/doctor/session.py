@@ -149,7 +149,8 @@ class HostSession:
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # one in an uninterruptible wait stays
+                process.wait(_REAP_S)
 
     def _serve(self, name: str) -> bool:
         """Send or take what is possible now; False when the stream is done."""

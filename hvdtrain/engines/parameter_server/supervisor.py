@@ -108,8 +108,7 @@ class Supervisor:
                 return self._follow(*done)
             if self._health.is_frozen(self._child.pid):
                 self._say(f"has not answered for {self._hang_s / 2:.0f} s; killed")
-                self._child.kill()
-                self._child.wait()
+                self._kill_child()
             time.sleep(_POLL_S)
 
     def _start(self) -> Process:
@@ -218,8 +217,12 @@ class Supervisor:
         try:
             self._child.wait(limit_s)
         except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
+            self._kill_child()
+
+    def _kill_child(self) -> None:
+        self._child.kill()
+        with suppress(subprocess.TimeoutExpired):  # in an uninterruptible wait, as for a device
+            self._child.wait(_END_S)
 
     def _close_input(self) -> None:
         if self._child.stdin is not None:
