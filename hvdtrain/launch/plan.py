@@ -85,8 +85,9 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str],
                       rsh_agent=environ.get("OMPI_MCA_plm_rsh_agent"))
     if request.has_other_hosts:
         env = env | (_mpirun_elsewhere_env(options, facts) if starter == "mpirun" else {})
-        request = replace(request, exported=tuple(sorted(
-            {*env, *_inherited(environ)} - {"HOME"})))
+        # The home folder of this host is not that of another, unless it was asked for.
+        names = {*env, *_inherited(environ)} - ({"HOME"} - {*user})
+        request = replace(request, exported=tuple(sorted(names)))
     return LaunchPlan(
         starter=starter, np=len(slots), slots=slots, argv=COMMANDS[starter](request), env=env,
         unset=_STALE + (_STALE_IN_SRUN if starter == "srun" else ()), notes=notes,

@@ -1,5 +1,6 @@
 """Finding mpirun, and telling its flavour from what it prints."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,10 @@ def test_mpirun_is_given_the_home_folder_without_which_open_mpi_5_does_not_start
     options = LaunchOptions(command=("prog",), np=2, starter="mpirun")
     assert make_plan(options, {}, here).env["HOME"] == here.home
     assert "HOME" not in make_plan(options, {"HOME": "/h"}, here).env
+    elsewhere = LaunchOptions(command=("prog",), hosts="hosta:1,hostb:1", starter="mpirun")
+    assert "-x HOME" not in " ".join(make_plan(elsewhere, {}, here).argv)
+    asked = replace(elsewhere, env=("HOME=/shared",))
+    assert "-x HOME" in " ".join(make_plan(asked, {}, here).argv)
 
 
 def test_no_mpirun_is_none(tmp_path: Path) -> None:
