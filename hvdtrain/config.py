@@ -143,10 +143,6 @@ class TrainConfig:
         self._check_engine()
         if self.resume and self.overwrite:
             raise ConfigError("resume and overwrite exclude each other; give one of them.")
-        if self.resume and self.output is None:
-            raise ConfigError("resume needs the output folder of the run to go on with: give "
-                              "output (on the command line: --output DIR).")
-
 
     def _check_engine(self) -> None:
         if self.xla and self.sync_batch_norm:

@@ -13,18 +13,31 @@ from types import ModuleType
 from typing import Any
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.job import DEFAULT_OPTIMIZER, CompileConfig, Job, JobFile, Named, read_job_file
+from hvdtrain.job import (
+    DEFAULT_JOB,
+    DEFAULT_OPTIMIZER,
+    CompileConfig,
+    Job,
+    JobFile,
+    Named,
+    check_default_job,
+    read_job_file,
+)
 
 
-def load_job(target: str) -> Job:
+def load_job(target: str | None) -> Job:
     """Find and load a job. Every rank; nothing is trained yet.
 
     Args:
-        target: String: path of a `.toml` or `.py` file, or a module name.
+        target: String: path of a `.toml` or `.py` file, or a module name. None: `hvdtrain.toml`
+            of the current folder.
 
     Raises:
         ConfigError: There is no such job, or it is not one.
     """
+    if target is None:
+        check_default_job()
+        target = DEFAULT_JOB
     path = Path(target)
     if path.suffix == ".toml":
         return job_from_file(read_job_file(path))

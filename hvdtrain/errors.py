@@ -1,4 +1,4 @@
-"""The error tree: what was found, what was expected, what to do.
+"""The error tree, what was found, what was expected, what to do; and all exit codes.
 
 Every error that a user can cause derives from `HvdtrainError`; the command line prints its
 message without a traceback and leaves with `exit_code`. Anything else is a bug and keeps its
@@ -8,17 +8,38 @@ traceback.
 from typing import TYPE_CHECKING
 
 EXIT_RUN_FAILED = 1
+"""An exception that hvdtrain does not know."""
 EXIT_USAGE = 2
+"""A mistake in what was typed, written or started; also that of the command line's parser."""
 EXIT_MACHINE = 3
 EXIT_BUILD = 4
+EXIT_NOT_FINITE = 5
+EXIT_RANKS_DIFFER = 6
+EXIT_COLLECTIVE = 7
+"""No usable collective, or one that failed since another rank has gone."""
+EXIT_NOT_WRITTEN = 8
+"""A file could not be written, as on a full disk."""
 EXIT_STOPPED = 75
 """EX_TEMPFAIL of sysexits.h: stopped on request, to be submitted anew."""
+EXIT_PARAMETERS_LOST = 86
+"""Between the processes of engine ps: the chief's asks to be started again, for a lost server."""
+EXIT_TIME_OVER = 124
+"""As of `timeout`: a limit in seconds is over, that of the watchdog or of `launch --timeout`."""
+EXIT_NOT_STARTED = 127
+"""As of a shell: a program cannot be started. `launch/agent.py`, which is sent to other hosts
+alone, writes it out."""
+EXIT_SIGNALLED = 128
+"""And the number of the signal that ended a process."""
+EXIT_HOST_LOST = 255
+"""As of ssh: the connection to a host was lost."""
 
 
 class HvdtrainError(Exception):
     """Base of all errors that hvdtrain raises on purpose."""
 
     exit_code: int = EXIT_USAGE
+    of_another_rank: bool = False
+    """Whether the failure of another rank is the cause."""
 
     # TensorFlow's autograph re-raises an error of this constructor as its own type, and any
     # other as a StagingError.
@@ -45,17 +66,56 @@ class DeviceError(HvdtrainError, RuntimeError):
 class CollectiveError(HvdtrainError, RuntimeError):
     """No usable collective, or a collective was used wrongly."""
 
+    exit_code: int = EXIT_COLLECTIVE
+
 
 class OptimizerError(HvdtrainError, RuntimeError):
     """An optimizer is not distributed, or Keras is not a version that is known."""
 
 
 class TrainingError(HvdtrainError, RuntimeError):
-    """Training cannot go on: a loss that is not finite, or ranks whose weights differ."""
+    """Training cannot go on."""
+
+
+class ChiefFailedError(TrainingError):
+    """Rank 0 has failed in work that it does for all ranks."""
+
+    exit_code: int = EXIT_COLLECTIVE
+    of_another_rank = True
+
+
+class LeftEarlyError(TrainingError):
+    """A rank was about to leave with code 0 (`sys.exit()`) while the others go on."""
+
+    exit_code: int = EXIT_RUN_FAILED
+
+    def __init__(self) -> None:
+        super().__init__(
+            "This rank was about to leave the training with code 0 (sys.exit) before its end, and "
+            "the others would wait for it. To end the training on all ranks, set "
+            "model.stop_training = True in a callback; to report a failure, raise an error.")
+
+
+class NotFiniteError(TrainingError):
+    """The loss, or a weight, is not finite."""
+
+    exit_code: int = EXIT_NOT_FINITE
+
+
+class RanksDifferError(TrainingError):
+    """The ranks hold different weights, models or metrics."""
+
+    exit_code: int = EXIT_RANKS_DIFFER
 
 
 class CheckpointError(HvdtrainError, OSError):
     """A checkpoint cannot be written or read."""
+
+
+class NotWrittenError(CheckpointError):
+    """A file of the run could not be written."""
+
+    exit_code: int = EXIT_NOT_WRITTEN
 
 
 class LaunchError(HvdtrainError, RuntimeError):

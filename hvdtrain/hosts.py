@@ -54,7 +54,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     hosts = []
     for part in text.split(","):
         match = _HOST.fullmatch(part.strip())
-        if match is None or match[2] == "0":
+        if match is None or int(match[2] or 1) < 1:
             raise ConfigError(
                 f"Cannot read {part.strip()!r} in the host list {text!r}. Expected "
                 "HOST:SLOTS,HOST:SLOTS with at least one slot each, e.g. node1:4,node2:4.")

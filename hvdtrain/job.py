@@ -97,8 +97,22 @@ class JobFile:
 
 
 DEFAULT_OPTIMIZER = "Adam"
+DEFAULT_JOB = "hvdtrain.toml"
+"""The job file of the current folder, for a command that names none."""
 _TABLES = ("model", "data", "optimizer", "compile", "train", "ps", "tf")
 _ENGINE_TABLES = {"ps": PsConfig, "tf": TfConfig}
+
+
+def check_default_job() -> None:
+    """Refuse a command without a job in a folder that has none.
+
+    Raises:
+        ConfigError: There is no `hvdtrain.toml`.
+    """
+    if not Path(DEFAULT_JOB).is_file():
+        raise ConfigError(f"No job is named, and there is no {DEFAULT_JOB} in {Path.cwd()}. Name "
+                          "one (hvdtrain fit JOB: a .toml file, a .py file or a module), or "
+                          f"write {DEFAULT_JOB} here; examples/ has some of each.")
 
 
 def read_job_file(path: Path) -> JobFile:

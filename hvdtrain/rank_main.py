@@ -20,11 +20,11 @@ SETTINGS_VARIABLE = "HVDTRAIN_PS_SETTINGS"
 """Holds a `TrainConfig` as JSON, for a supervisor that has begun anew."""
 
 
-def fit_on_this_rank(target: str, changes: dict[str, Any], *, dry_run: bool) -> None:
+def fit_on_this_rank(target: str | None, changes: dict[str, Any], *, dry_run: bool) -> None:
     """Load the job, meet the other ranks, train, and say what came of it. Every rank.
 
     Args:
-        target: String, the job as typed.
+        target: String, the job as typed, or None.
         changes: Settings given on the command line; None where not given.
         dry_run: Boolean; print the plan and return.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,20 @@ def check_types(config: Any) -> None:
             raise ConfigError(
                 f"{field.name} must be {describe_type(hint)}. Received: "
                 f"{field.name}={value!r} of type {type(value).__name__}")
+    check_finite(config)
+
+
+def check_finite(config: Any) -> None:
+    """Refuse numbers that are none: `nan` passes every comparison that asks for too much.
+
+    Raises:
+        ConfigError: A field of the dataclass is not a number, or infinite.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(
+                f"{field.name} must be a finite number. Received: {field.name}={value}")
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hvdtrain.bench.engines import ENGINES
 from hvdtrain.errors import ConfigError
+from hvdtrain.settings import check_finite
 
 PLACEMENTS = ("workers", "apart")
 DEFAULT_WORKERS = 2
@@ -95,6 +96,7 @@ class CompareOptions:
         Raises:
             ConfigError: A value is unknown or out of range, or two contradict each other.
         """
+        check_finite(self)
         unknown = sorted(set(self.engines) - set(ENGINES))
         if unknown or not self.engines:
             raise ConfigError(f"--engines: unknown {', '.join(map(repr, unknown)) or 'nothing'}. "

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hvdtrain.errors import EXIT_SIGNALLED
 from hvdtrain.launch.signals import SignalInbox
 from hvdtrain.preload.client import Process, start_program
 
@@ -62,7 +63,7 @@ def run_once(command: Sequence[str], *, folder: Path, env: Mapping[str, str], ti
                 _kill(process)
     code = process.wait()
     status: Status = stopped or ("ok" if code == 0 else "failed")
-    return Outcome(status=status, exit_code=128 - code if code < 0 else code,
+    return Outcome(status=status, exit_code=EXIT_SIGNALLED - code if code < 0 else code,
                    wall_s=time.monotonic() - began, lines=tail(log))
 
 

@@ -25,6 +25,7 @@ from hvdtrain.build_horovod.toolchain import Mpi, check_make, find_compiler, fin
 from hvdtrain.build_horovod.tools import build_tools, find_installer, install_wheel
 from hvdtrain.errors import MachineError
 from hvdtrain.log import get_logger
+from hvdtrain.whole_file import remove_leftovers, whole_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +132,10 @@ def _compile(plan: Plan, slot: Path, env: dict[str, str]) -> Path:
     log = slot / "build.log"
     with _build_folder(plan.options.keep_build) as build:
         made = compile_wheel(plan, build=build, log=log, environ=env)
-        temporary = slot / f".{made.name}.{os.getpid()}"
-        shutil.copyfile(made, temporary)
         wheel = slot / made.name
-        os.replace(temporary, wheel)
+        remove_leftovers(slot)
+        with whole_file(wheel) as temporary:
+            shutil.copyfile(made, temporary)
     (slot / "key.json").write_text(plan.key.as_json() + "\n")
     get_logger().info("built %s (%.2f MB)", wheel, wheel.stat().st_size / 1e6)
     return wheel

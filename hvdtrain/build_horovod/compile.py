@@ -16,6 +16,7 @@ from hvdtrain.build_horovod.key import BuildKey
 from hvdtrain.build_horovod.options import BuildOptions, automatic_jobs
 from hvdtrain.build_horovod.probe import Target
 from hvdtrain.build_horovod.process import run, run_to_log
+from hvdtrain.build_horovod.runner_source import RUNNER_EDITS
 from hvdtrain.build_horovod.source import apply_edits, common_edits, unpack
 from hvdtrain.build_horovod.toolchain import Compiler, Mpi
 from hvdtrain.build_horovod.tools import BuildTools
@@ -120,6 +121,7 @@ def compile_wheel(plan: Plan, *, build: Path, log: Path, environ: Mapping[str, s
     source = unpack(plan.sdist, build)
     apply_edits(source, common_edits(run_path(plan.target, plan.mpi, plan.cuda),
                                      gloo=plan.options.gloo))
+    apply_edits(source, RUNNER_EDITS)
     if plan.cuda:
         edit_gpu_source(source, plan.cuda)
     out = build / "out"

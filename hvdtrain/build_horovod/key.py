@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 HOROVOD_VERSION = "0.28.1"
 
 #: Raise it whenever an edit, a flag or a run path changes: older wheels are then built anew.
-RECIPE = 1
+RECIPE = 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.errors import EXIT_NOT_STARTED, EXIT_TIME_OVER
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
@@ -33,9 +35,9 @@ def run(command: Sequence[str | Path], *, env: Mapping[str, str], cwd: Path | No
                               capture_output=True, timeout=timeout_s, errors="replace",
                               stdin=subprocess.DEVNULL, check=False)
     except OSError as error:
-        return Finished(code=127, out="", err=str(error))
+        return Finished(code=EXIT_NOT_STARTED, out="", err=str(error))
     except subprocess.TimeoutExpired as error:
-        return Finished(code=124, out="", err=f"no end after {error.timeout:.0f} s")
+        return Finished(code=EXIT_TIME_OVER, out="", err=f"no end after {error.timeout:.0f} s")
     return Finished(code=done.returncode, out=done.stdout, err=done.stderr)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from hvdtrain.build_horovod.probe import Target
 from hvdtrain.build_horovod.process import Finished, clean_environment, run
 from hvdtrain.build_horovod.toolchain import Mpi
-from hvdtrain.errors import BuildError
+from hvdtrain.errors import EXIT_TIME_OVER, BuildError
 from hvdtrain.hosts import Host, assign_ranks, rank_variables
 from hvdtrain.log import get_logger
 from hvdtrain.world.rendezvous import gloo_variables, listen, serve
@@ -94,7 +94,7 @@ def _wait_all(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> list[in
             try:
                 codes.append(rank.wait(timeout=timeout_s))
             except subprocess.TimeoutExpired:
-                codes.append(124)
+                codes.append(EXIT_TIME_OVER)
                 timeout_s = 0.1
     finally:
         for rank in ranks:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from hvdtrain.bench.options import PLACEMENTS, CompareOptions
-from hvdtrain.errors import EXIT_RUN_FAILED, ConfigError
+from hvdtrain.errors import EXIT_RUN_FAILED, EXIT_SIGNALLED, ConfigError
 
 
 def compare_command(
@@ -87,7 +87,7 @@ def compare_command(
     show(report)
     _say(f"{page} and {options.folder / 'report.json'}")
     if report["interrupted"]:
-        raise typer.Exit(128 + signal.SIGINT)
+        raise typer.Exit(EXIT_SIGNALLED + signal.SIGINT)
     raise typer.Exit(EXIT_RUN_FAILED if report["failed"] else 0)
 
 

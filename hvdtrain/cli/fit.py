@@ -22,7 +22,9 @@ _PS, _TF = "Engine ps", "Engine tf"
 
 
 def fit_command(
-    job: Annotated[str, typer.Argument(help="A .toml file, a .py file, or package.module.")],
+    job: Annotated[str | None, typer.Argument(
+        help="A .toml file, a .py file, or package.module.",
+        show_default="hvdtrain.toml of this folder")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
     batch_per_rank: Annotated[int | None, typer.Option(help="Samples per step and rank.")] = None,
     seed: Annotated[int | None, typer.Option(help="Weights, shuffling, dropout.")] = None,
@@ -123,7 +125,7 @@ def fit_command(
 ) -> None:
     """Train JOB. The same on one process and under every starter.
 
-    hvdtrain fit JOB | hvdtrain launch -np 8 fit JOB | horovodrun --gloo -np 8 hvdtrain fit JOB |
+    hvdtrain fit JOB | hvdtrain launch -np 8 fit JOB | horovodrun -np 8 hvdtrain fit JOB |
     mpirun -np 8 hvdtrain fit JOB | srun hvdtrain fit JOB
 
     With parameter servers: hvdtrain launch -np 5 fit JOB --engine ps --ps 2

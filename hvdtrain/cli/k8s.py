@@ -127,7 +127,7 @@ def tfjob_command(
 def _write(ctx: typer.Context, command: list[str], file: Path | None,
            options: KubernetesOptions) -> None:
     # Imported here, so that `hvdtrain --help` does not wait for them.
-    from hvdtrain.submit.command import split_command
+    from hvdtrain.launch.rank_command import split_command
     from hvdtrain.submit.files import write_generated
     from hvdtrain.submit.manifests import make_manifest
     from hvdtrain.submit.yaml_text import to_yaml

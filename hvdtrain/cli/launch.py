@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -22,12 +23,11 @@ from hvdtrain.cli.hosts import (
 )
 from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.launch.options import COLLECTIVES, STARTERS, ElasticOptions, LaunchOptions
-from hvdtrain.launch.remote_shell import RemoteOptions
+from hvdtrain.launch.rank_command import RankCommand, split_command
+from hvdtrain.launch.remote_shell import RemoteOptions, asks_about_keys
 
 # The first word that is no option begins the command; its own options are left alone.
 LAUNCH_SETTINGS = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
-_COMMANDS_WITH_COLLECTIVE = ("fit",)
-_RANK_COMMANDS = ("fit", "world")
 
 
 class LaunchCommand(TyperCommand):
@@ -101,11 +101,12 @@ def launch_command(
     from hvdtrain.launch.plan import make_plan
     from hvdtrain.launch.render import render
 
+    ranks = split_command(command, "hvdtrain launch")
     options = LaunchOptions(
-        command=rank_command(command, collective), np=np, hosts=hosts, hostfile=hostfile,
+        command=with_collective(ranks, collective).argv, np=np, hosts=hosts, hostfile=hostfile,
         starter=starter, env=tuple(env or ()), output=output, timeout_s=timeout, grace_s=grace,
-        preload=preload, verbose=verbose or command[0] == "world",
-        collective=collective_of(command, collective),
+        preload=preload, verbose=verbose or ranks.own_words[:1] == ("world",),
+        collective=collective_of(ranks, collective),
         remote=RemoteOptions(port=ssh_port, identity_file=ssh_identity_file),
         network_interface=split_networks(network_interface),
         start_timeout_s=start_timeout, elastic=ElasticOptions(
@@ -113,7 +114,8 @@ def launch_command(
             slots_per_host=slots_per_host, elastic_timeout_s=elastic_timeout,
             reset_limit=reset_limit))
     names = [host.name for host in read_hosts(options, os.environ)]
-    plan = make_plan(options, os.environ, gather_facts(names))
+    facts = gather_facts(names, lambda host: asks_about_keys(host, options.remote))
+    plan = make_plan(options, os.environ, facts)
     if dry_run:
         print(render(plan), end="")
         return
@@ -125,31 +127,18 @@ def launch_command(
     raise typer.Exit(launch(plan))
 
 
-def rank_command(words: list[str], collective: str) -> tuple[str, ...]:
-    """The program of a rank, from the words after the options of `launch`.
+def with_collective(command: RankCommand, collective: str) -> RankCommand:
+    """The command of the ranks, with the option of `launch` where it has none of its own.
 
     Raises:
-        LaunchError: A program was given without `--` before it.
+        ConfigError: Its job file is missing or wrong.
     """
-    if words[0] == "--":
-        return tuple(words[1:])
-    if "--" in words:  # the parser took none of the two: give back the one that was added
-        words = [*words[:words.index("--")], *words[words.index("--") + 1:]]
-    if "/" in words[0] or words[0].endswith(".py") or words[0].startswith("python"):
-        raise LaunchError(
-            f"{words[0]!r} is not an hvdtrain command. To start a program on each rank write -- "
-            f"before it: hvdtrain launch -np N -- {' '.join(words)}")
-    if words[0] not in _RANK_COMMANDS:
-        raise LaunchError(
-            f"{words[0]!r} is not a command of the ranks. Expected one of: "
-            f"{', '.join(_RANK_COMMANDS)}; or -- and a program: hvdtrain launch -np N -- "
-            f"{' '.join(words)}")
-    if words[0] == "fit":
-        check_job(words[1:])
-    if (collective != "auto" and words[0] in _COMMANDS_WITH_COLLECTIVE
-            and _asked_in(words) is None):
-        words = [*words, "--collective", collective]
-    return (sys.executable, "-m", "hvdtrain", *words)
+    if not command.is_fit:
+        return command
+    check_job(list(command.own_words[1:]))
+    if collective == "auto" or _asked_in(command) is not None:
+        return command
+    return command.with_words("--collective", collective)
 
 
 def check_job(words: list[str]) -> None:
@@ -158,8 +147,10 @@ def check_job(words: list[str]) -> None:
     Raises:
         ConfigError: The job file is missing or wrong.
     """
-    from hvdtrain.job import read_job_file
-    for word in words:
+    from hvdtrain.job import DEFAULT_JOB, check_default_job, read_job_file
+    if not words:
+        check_default_job()
+    for word in words or [DEFAULT_JOB]:
         path = Path(word)
         if path.suffix == ".toml" and not word.startswith("-"):
             read_job_file(path)
@@ -169,13 +160,13 @@ def check_job(words: list[str]) -> None:
                               "file or a module; examples/ has some of each.")
 
 
-def collective_of(words: list[str], collective: str) -> str:
+def collective_of(command: RankCommand, collective: str) -> str:
     """The collective that the ranks will use: the option of `launch`, or that of the command.
 
     Raises:
         LaunchError: They differ.
     """
-    asked = _asked_in(words) if words[0] != "--" else None
+    asked = _asked_in(command)
     if asked is None or asked == collective:
         return collective
     if collective != "auto":
@@ -184,8 +175,9 @@ def collective_of(words: list[str], collective: str) -> str:
     return asked
 
 
-def _asked_in(words: list[str]) -> str | None:
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+def _asked_in(command: RankCommand) -> str | None:
+    words = command.own_words if command.is_fit else ()
+    for word, following in pairwise((*words, "")):
         name, equals, value = word.partition("=")
         if name == "--collective":
             return value if equals else following

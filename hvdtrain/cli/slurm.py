@@ -98,14 +98,14 @@ def slurm_command(
 
     hvdtrain slurm --nodes 2 --gpus-per-node 4 --time 12:00:00 --submit -- fit JOB
     """
-    from hvdtrain.submit.command import split_command
+    from hvdtrain.launch.rank_command import split_command
     from hvdtrain.submit.files import write_generated
     from hvdtrain.submit.sbatch import submit as give_to_slurm
     from hvdtrain.submit.slurm_script import make_script, with_absolute_venv
 
     ranks = split_command(command, "hvdtrain slurm")
     if ranks.is_fit:
-        check_job(list(ranks.words[1:]))
+        check_job(list(ranks.own_words[1:]))
     options = with_absolute_venv(SlurmOptions(
         nodes=nodes, ntasks=ntasks, ntasks_per_node=ntasks_per_node, gpus_per_node=gpus_per_node,
         cpus_per_task=cpus_per_task, mem=mem, time=time, partition=partition, account=account,

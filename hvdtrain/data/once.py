@@ -9,12 +9,12 @@ import fcntl
 import glob
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.log import get_logger
+from hvdtrain.whole_file import remove_leftovers, whole_file
 
 _RECORD_BYTES = 1 << 16
 """Longest record of a failure that is read back."""
@@ -80,15 +80,10 @@ def _acquire(lock: int, result: Path) -> None:
 
 def _make(result: Path, work: Callable[[Path], None], lock: int, failures: int) -> None:
     """Do the work; the lock is held."""
-    for left_over in result.parent.glob(f".{glob.escape(result.name)}.tmp-*"):
-        _remove(left_over)  # of a process that was killed
-    temporary = result.with_name(f".{result.name}.tmp-{os.getpid()}")
+    remove_leftovers(result.parent, glob.escape(result.name))
     try:
-        work(temporary)
-        if temporary.is_file():
-            with temporary.open("rb") as stream:
-                os.fsync(stream.fileno())
-        os.replace(temporary, result)
+        with whole_file(result) as temporary:
+            work(temporary)
     except Exception as error:
         text = str(error) if isinstance(error, HvdtrainError) else (
             f"{result} could not be made: {type(error).__name__}: {error}")
@@ -97,15 +92,6 @@ def _make(result: Path, work: Callable[[Path], None], lock: int, failures: int) 
             raise DataError(f"{text}. Free space on the disk, or give another folder (cache=... "
                             "or HVDTRAIN_CACHE).") from error
         raise
-    finally:
-        _remove(temporary)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _last_failure(lock: int) -> tuple[int, str]:

@@ -16,7 +16,7 @@ from hvdtrain.doctor.finding import Finding, failed, not_applicable, ok
 from hvdtrain.doctor.judge.devices import visible_gpus
 from hvdtrain.doctor.judge.view import HostView
 from hvdtrain.doctor.options import DoctorOptions
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.errors import EXIT_SIGNALLED, HvdtrainError
 from hvdtrain.launch.execute import launch
 from hvdtrain.launch.facts import gather_facts
 from hvdtrain.launch.options import LaunchOptions
@@ -29,7 +29,7 @@ _MODULE = "hvdtrain.doctor.allreduce_probe"
 _LIMIT_S, _GRACE_S = 180.0, 3.0
 _SHOWN_LINES = 3
 # By Ctrl-C or SIGTERM, which `launch` takes and gives to the ranks.
-_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+_STOPPED = (EXIT_SIGNALLED + signal.SIGINT, EXIT_SIGNALLED + signal.SIGTERM)
 # A failure of one of these on a host of the two ranks tells more than the ranks could.
 _FIRST = ("ssh", "python", "hvdtrain", "tensorflow", "tensorflow-loads", "keras", "keras-backend",
           "horovod", "horovod-loads", "interface", "ports", "directory", "same-versions")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.doctor.probe.boot import MARK
+from hvdtrain.errors import EXIT_NOT_STARTED
 from hvdtrain.launch.remote_shell import RemoteOptions, remote_command, sent_program
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -91,7 +92,8 @@ class HostSession:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 start_new_session=True)
         except OSError as error:
-            raise HostSilentError(127, f"{command[0]} cannot be started: {error}") from error
+            raise HostSilentError(
+                EXIT_NOT_STARTED, f"{command[0]} cannot be started: {error}") from error
         if self._is_killed:  # meanwhile, by another thread
             self._process.kill()
         for name in ("stdin", "stdout", "stderr"):
@@ -147,7 +149,8 @@ class HostSession:
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # one in an uninterruptible wait stays
+                process.wait(_REAP_S)
 
     def _serve(self, name: str) -> bool:
         """Send or take what is possible now; False when the stream is done."""

@@ -10,7 +10,7 @@ from hvdtrain.errors import LaunchError
 from hvdtrain.hosts import Slot
 from hvdtrain.launch.facts import LaunchFacts, Mpirun
 from hvdtrain.launch.options import LaunchOptions
-from hvdtrain.launch.remote_shell import RemoteOptions
+from hvdtrain.launch.remote_shell import RemoteOptions, without_questions
 from hvdtrain.launch.starters import NEEDS_MPI, need_mpirun
 
 
@@ -110,13 +110,14 @@ def _mpirun(request: Request) -> tuple[str, ...]:
     # Naming the transports saves the second in which MPI_Init probes the others.
     line += ["--mca", "pml", "ob1", "--mca", "btl", f"self,{'sm' if modern else 'vader'},tcp"]
     if request.has_other_hosts:
-        line += _openmpi_remote(options, request.rsh_agent, modern=modern)
+        line += _openmpi_remote(options, request.facts, request.rsh_agent, modern=modern)
     for name in request.exported:
         line += ["-x", name]
     return (*line, *options.command)
 
 
-def _openmpi_remote(options: LaunchOptions, rsh_agent: str | None, *, modern: bool) -> list[str]:
+def _openmpi_remote(options: LaunchOptions, facts: LaunchFacts, rsh_agent: str | None, *,
+                    modern: bool) -> list[str]:
     """The parameters of Open MPI's own connections were renamed in 5.
 
     It ignores OMPI_MCA_plm_rsh_agent, which the operators set, and would start all ranks here.
@@ -130,12 +131,12 @@ def _openmpi_remote(options: LaunchOptions, rsh_agent: str | None, *, modern: bo
     if rsh_agent is not None:
         return [*line, daemons, "plm_ssh_agent" if modern else "plm_rsh_agent", rsh_agent]
     return [*line, daemons, "plm_ssh_args" if modern else "plm_rsh_args",
-            mpi_ssh_args(options.remote)]
+            mpi_ssh_args(options.remote, facts)]
 
 
-def mpi_ssh_args(remote: RemoteOptions) -> str:
+def mpi_ssh_args(remote: RemoteOptions, facts: LaunchFacts) -> str:
     """The options of ssh as one text, which MPIs cut at blanks."""
-    words = ["-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new"]
+    words = without_questions(accept_new=not facts.strict_keys)
     if remote.port is not None:
         words += ["-p", str(remote.port)]
     if remote.identity_file is not None:

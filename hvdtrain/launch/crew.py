@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from hvdtrain.errors import MachineError
+from hvdtrain.errors import EXIT_NOT_STARTED, MachineError
 from hvdtrain.hosts import rank_variables
 from hvdtrain.launch.link import LEASE_S, AgentLink, StartProcess
 from hvdtrain.launch.network import choose_interface, rendezvous_address
@@ -153,7 +153,7 @@ def _why(link: AgentLink) -> str:
     """Why an agent ended before it said anything."""
     code = link.reap(_REAP_S)
     words = "; ".join(link.last_words) or "it said nothing"
-    if code == 127:
+    if code == EXIT_NOT_STARTED:
         return (f"{words}. Expected this Python at the same path there: a shared file system, "
                 "or the same installation on every host")
     return f"exit code {code}, {words}"

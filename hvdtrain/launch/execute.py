@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from hvdtrain.errors import LaunchError, MachineError
+from hvdtrain.errors import EXIT_SIGNALLED, LaunchError, MachineError
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.foreign import ForeignJob
 from hvdtrain.launch.native import NativeJob
@@ -44,7 +44,7 @@ def launch(plan: LaunchPlan) -> int:
             return _launch_native(plan, env, console)
         with SignalInbox() as inbox:
             number = _await_others(plan, inbox)
-            return 128 + number if number else ForeignJob(plan, console).run(env, inbox)
+            return EXIT_SIGNALLED + number if number else ForeignJob(plan, console).run(env, inbox)
     finally:
         console.close()
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hvdtrain.errors import EXIT_SIGNALLED
 from hvdtrain.world.failure import FailureRecord, is_secondary, signal_name
 
 # What TensorFlow and its libraries print at start whatever TF_CPP_MIN_LOG_LEVEL says.
@@ -49,7 +50,7 @@ class RankEnd:
     @property
     def exit_code(self) -> int:
         """The code as a shell shows it: 128 + signal for a rank that was killed."""
-        return 128 - self.code if self.code < 0 else self.code
+        return EXIT_SIGNALLED - self.code if self.code < 0 else self.code
 
     @property
     def manner(self) -> str:

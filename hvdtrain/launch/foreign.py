@@ -15,10 +15,16 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from hvdtrain.errors import EXIT_RUN_FAILED, EXIT_STOPPED, LaunchError
+from hvdtrain.errors import (
+    EXIT_COLLECTIVE,
+    EXIT_RUN_FAILED,
+    EXIT_SIGNALLED,
+    EXIT_STOPPED,
+    EXIT_TIME_OVER,
+    LaunchError,
+)
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.failure import RankEnd, first_failure, last_lines, name_cause
-from hvdtrain.launch.native import EXIT_TIMEOUT
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.signals import SignalInbox
 from hvdtrain.launch.starter_words import RANK_LINES, StarterWords
@@ -30,6 +36,7 @@ _LAST_WORDS_S = 0.5
 _FAILURE_GRACE_S = 10.0
 """How long a starter may take to end a job of which a rank has said that it failed."""
 _KILL_AFTER_S = 5.0
+_GIVE_UP_S, _REAP_S = 2.0, 0.01
 _SRUN_CAUSE_S, _SRUN_PATIENCE_S = 3.0, 1.0
 """srun does not end a job itself (its --kill-on-bad-exit would also strike at ranks that stop on
 request, one after the other); this launcher does, after the cause and the others had time to
@@ -81,11 +88,14 @@ class ForeignJob:
         try:
             self._serve(process, inbox)
         finally:
-            _kill_descendants(process, before)
+            left = _kill_descendants(process, before)
             libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
             for stream in (process.stdout, process.stderr):
                 if stream is not None:
                     stream.close()
+        if left:
+            self._console.say(f"{len(left)} processes outlive SIGKILL and are left on this host: "
+                              f"{', '.join(map(str, sorted(left)))}")
         return self._report(process.returncode)
 
     def _serve(self, process: subprocess.Popen[bytes], inbox: SignalInbox) -> None:
@@ -177,20 +187,22 @@ class ForeignJob:
         text = line.decode(errors="replace")
         said = self._words.read(text)
         if said is not None and said.rank < self._plan.np and said.rank not in self._ends:
-            self._ends[said.rank] = self._end(said.rank, said.code, time.time())
+            self._ends[said.rank] = self._end(said.rank, said.code, time.time(), said.reason)
         self._console.pass_on(stream, text)
 
-    def _end(self, rank: int, code: int, time_s: float) -> RankEnd:
+    def _end(self, rank: int, code: int, time_s: float, reason: str = "") -> RankEnd:
         return RankEnd(rank=rank, host=self._plan.slots[rank].host, code=code, time_s=time_s,
-                       record=self._console.record(rank), tail=self._console.tail(rank))
+                       reason=reason, record=self._console.record(rank),
+                       tail=self._console.tail(rank))
 
     def _report(self, code: int) -> int:
         """Say how it ended, and give the exit code."""
         if self._timed_out:
-            return EXIT_TIMEOUT
+            return EXIT_TIME_OVER
         if code == 0:
             return self._check_done()
-        ends = [self._end(end.rank, end.code, end.time_s) for end in self._ends.values()]
+        ends = [self._end(end.rank, end.code, end.time_s, end.reason)
+                for end in self._ends.values()]
         if ends and all(end.code == EXIT_STOPPED for end in ends):
             self._console.say("all ranks stopped on request")
             return EXIT_STOPPED
@@ -200,16 +212,26 @@ class ForeignJob:
             chosen = [end.code for end in ends if end.code > 0]
             if chosen:
                 return chosen[0]
-            return 128 + self._stopped_by if code == 1 else _shell(code)
+            return EXIT_SIGNALLED + self._stopped_by if code == 1 else _shell(code)
         if cause is not None:
+            self._name_silent(cause)
             log = self._console.log_path(cause.rank)
             for line in name_cause(cause, started_s=self._started_s) + last_lines(cause, log):
                 self._console.say(line)
-            return cause.exit_code
+            told = cause.record is not None or not cause.secondary
+            return cause.exit_code if told else EXIT_COLLECTIVE
         if code < 0:
             self._console.say(f"{self._plan.starter} was killed by {signal_name(-code)}")
         return _shell(code)
 
+    def _name_silent(self, cause: RankEnd) -> None:
+        """The ranks of which nothing was heard, where the others only tell that one has gone."""
+        silent = [rank for rank in range(self._plan.np)
+                  if rank not in self._console.done and rank not in self._ends]
+        if self._plan.says_done and cause.secondary and silent:
+            named = ", ".join(f"rank {rank} on {self._plan.slots[rank].host}" for rank in silent)
+            self._console.say(f"{named} told neither that it was done nor why it failed: it was "
+                              "killed, or left early with code 0. The others could not go on")
 
     def _check_done(self) -> int:
         """Open MPI 5 ends with 0 after it has lost a host."""
@@ -224,21 +246,31 @@ class ForeignJob:
 
 
 def _shell(code: int) -> int:
-    return 128 - code if code < 0 else code
+    return EXIT_SIGNALLED - code if code < 0 else code
 
 
-def _kill_descendants(process: subprocess.Popen[bytes], before: set[int]) -> None:
-    """End the starter, and what it has left behind on this host."""
+def _kill_descendants(process: subprocess.Popen[bytes], before: set[int]) -> set[int]:
+    """End the starter, and what it has left behind on this host.
+
+    Returns:
+        The processes that outlive SIGKILL, as in an uninterruptible wait.
+    """
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_GIVE_UP_S)
+    deadline = time.monotonic() + _GIVE_UP_S
     while orphans := _children() - before:  # those of a killed one come in the next round
         for pid in orphans:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
             with suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+                os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_REAP_S)
+    return orphans
 
 
 def _children() -> set[int]:

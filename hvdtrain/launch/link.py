@@ -27,7 +27,7 @@ StartProcess = Callable[[Sequence[str]], subprocess.Popen[bytes]]
 
 LEASE_S = 12
 """An agent that hears nothing for so long ends its ranks."""
-_PING_S = 3.0
+_PING_S, _KILL_S = 3.0, 2.0
 _STDERR_LINES = 5
 _SOURCE = Path(__file__).with_name("agent.py").read_bytes()
 
@@ -137,7 +137,8 @@ class AgentLink:
             self._process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):  # one in an uninterruptible wait stays
+                self._process.wait(_KILL_S)
         if self._sender is not None:
             self._sender.join()
         while self.read_stderr() is not None:

@@ -15,7 +15,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hvdtrain.errors import EXIT_STOPPED
+from hvdtrain.errors import (
+    EXIT_HOST_LOST,
+    EXIT_RUN_FAILED,
+    EXIT_SIGNALLED,
+    EXIT_STOPPED,
+    EXIT_TIME_OVER,
+)
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.crew import Crew
 from hvdtrain.launch.failure import RankEnd, describe, first_failure
@@ -23,9 +29,6 @@ from hvdtrain.launch.link import AgentLink, StartProcess
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.signals import SignalInbox
 from hvdtrain.world.failure import signal_name
-
-EXIT_TIMEOUT = 124
-EXIT_HOST_LOST = 255
 
 _FAILURE_GRACE_S = 5.0
 """Ranks whose peer has gone have nothing left to save."""
@@ -76,7 +79,7 @@ class NativeJob:
         try:
             if not self._crew.bring_up(start, lambda: self._interrupted(inbox)):
                 self._console.say(f"ended by {signal_name(self._signal)} before the ranks started")
-                return 128 + self._signal
+                return EXIT_SIGNALLED + self._signal
             self._crew.send_work(env, port)
             if self._plan.timeout_s is not None:
                 self._arm("timeout", self._plan.timeout_s)
@@ -141,6 +144,8 @@ class NativeJob:
 
     def _ended(self, rank: int, code: int, time_s: float, reason: str, offset_s: float) -> None:
         self._console.finish(rank)
+        if code == 0 and self._plan.says_done and rank not in self._console.done:
+            code, reason = EXIT_RUN_FAILED, "left early with code 0"
         record = self._console.record(rank)
         if record is not None:
             record = replace(record, time_s=record.time_s + offset_s)
@@ -232,7 +237,7 @@ class NativeJob:
         ends = list(self._ends.values())
         if len(ends) == self._plan.np and all(end.code == EXIT_STOPPED for end in ends):
             self._console.say("all ranks stopped on request")
-            return EXIT_TIMEOUT if self._why_stopped == "timeout" else EXIT_STOPPED
+            return EXIT_TIME_OVER if self._why_stopped == "timeout" else EXIT_STOPPED
         cause = first_failure(ends, self._stopped_s)
         before = cause is not None and (self._stopped_s is None or cause.time_s <= self._stopped_s)
         if cause is not None and (before or self._why_stopped in ("", "failure")):
@@ -241,7 +246,7 @@ class NativeJob:
                 self._console.say(line)
             return cause.exit_code
         if self._why_stopped == "timeout":
-            return EXIT_TIMEOUT
+            return EXIT_TIME_OVER
         if self._why_stopped == "signal":
             return self._after_signal()
         return 0
@@ -254,4 +259,4 @@ class NativeJob:
         everyone = len(self._ends) == self._plan.np
         if everyone and not any(end.failed for end in self._ends.values()):
             return 0
-        return chosen[0] if chosen else 128 + self._signal
+        return chosen[0] if chosen else EXIT_SIGNALLED + self._signal

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.launch.remote_shell import RemoteOptions
+from hvdtrain.settings import check_finite
 from hvdtrain.world.network import check_wanted
 
 STARTERS = ("auto", "native", "srun", "horovodrun", "mpirun")
@@ -81,6 +82,7 @@ class LaunchOptions:
             if value not in names:
                 raise ConfigError(
                     f"Unknown {what} {value!r}. Expected one of: {', '.join(names)}.")
+        check_finite(self)
         if self.hosts is not None and self.hostfile is not None:
             raise ConfigError("Both -H and --hostfile are given. Expected one of them.")
         for name, limit in (("--timeout", self.timeout_s), ("--grace", self.grace_s),

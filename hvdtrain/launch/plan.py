@@ -14,6 +14,7 @@ from hvdtrain.launch.commands import COMMANDS, Request, local_hosts, mpi_ssh_arg
 from hvdtrain.launch.facts import LaunchFacts, Mpirun
 from hvdtrain.launch.options import LaunchOptions
 from hvdtrain.launch.places import allocation_hosts, in_allocation, in_mpijob, place_ranks
+from hvdtrain.launch.rank_command import is_fit
 from hvdtrain.launch.remote_shell import RemoteOptions, kubectl_of
 from hvdtrain.launch.starters import choose_starter
 from hvdtrain.preload.client import SOCKET_VARIABLE
@@ -28,7 +29,6 @@ _STALE_IN_SRUN = ("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_DISTRI
 _TO_ALL_HOSTS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONUNBUFFERED",
                  "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 _TO_ALL_HOSTS_BEGINNINGS = ("HVDTRAIN_", "HOROVOD_", "NCCL_", "TF_", "KERAS_", "XLA_")
-_FIT = ("-m", "hvdtrain", "fit")
 _MPIJOB_START_S = 300.0
 """The pods of a job start in any order, and their names resolve late."""
 
@@ -88,7 +88,9 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str],
                       rsh_agent=environ.get("OMPI_MCA_plm_rsh_agent"))
     if request.has_other_hosts:
         env = env | (_mpirun_elsewhere_env(options, facts) if starter == "mpirun" else {})
-        request = replace(request, exported=tuple(sorted({*env, *_inherited(environ)})))
+        # The home folder of this host is not that of another, unless it was asked for.
+        names = {*env, *_inherited(environ)} - ({"HOME"} - {*user})
+        request = replace(request, exported=tuple(sorted(names)))
     return LaunchPlan(
         starter=starter, np=len(slots), slots=slots, argv=COMMANDS[starter](request), env=env,
         unset=_STALE + (_STALE_IN_SRUN if starter == "srun" else ()), notes=notes,
@@ -100,14 +102,14 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str],
         network_interface=options.network_interface,
         start_timeout_s=_start_timeout_s(options, environ),
         stop_signal=_stop_signal(starter, options.command, facts),
-        says_done=options.command[1:4] == _FIT and not {"-h", "--help"} & set(options.command))
+        says_done=is_fit(options.command))
 
 
 def _stop_signal(starter: str, command: tuple[str, ...], facts: LaunchFacts) -> int:
     """For srun and Open MPI's mpirun, which kill ranks at SIGTERM, SIGUSR1, which they pass on."""
     passes_on = starter == "srun" or (
         starter == "mpirun" and facts.mpirun is not None and facts.mpirun.flavour == "openmpi")
-    return signal.SIGUSR1 if passes_on and command[1:4] == _FIT else signal.SIGTERM
+    return signal.SIGUSR1 if passes_on and is_fit(command) else signal.SIGTERM
 
 
 def _start_timeout_s(options: LaunchOptions, environ: Mapping[str, str]) -> float:
@@ -173,6 +175,8 @@ def _starter_env(starter: str, options: LaunchOptions, environ: Mapping[str, str
     if starter != "srun" or "SLURM_CPUS_PER_TASK" in environ:
         cores = int(environ.get("SLURM_CPUS_PER_TASK", 0)) if starter == "srun" else 0
         defaults["OMP_NUM_THREADS"] = str(cores or max(1, facts.cores // most))
+    if facts.home and (starter == "mpirun" or options.collective == "horovod-mpi"):
+        defaults["HOME"] = facts.home  # without it Open MPI 5 does not start
     if starter == "mpirun" and most > facts.cores:
         # Without it ranks that wait take the core from ranks that compute: 12 times slower.
         defaults["OMPI_MCA_mpi_yield_when_idle"] = "1"
@@ -183,7 +187,7 @@ def _starter_env(starter: str, options: LaunchOptions, environ: Mapping[str, str
         defaults["SRUN_CPUS_PER_TASK"] = environ["SLURM_CPUS_PER_TASK"]
     defaults = {name: value for name, value in defaults.items() if name not in environ}
     if starter == "horovodrun" and options.collective == "horovod-mpi" and facts.mpirun:
-        return defaults | _horovodrun_mpi_env(options, environ, facts.mpirun)
+        return defaults | _horovodrun_mpi_env(options, environ, facts, facts.mpirun)
     return defaults
 
 
@@ -191,13 +195,13 @@ def _mpirun_elsewhere_env(options: LaunchOptions, facts: LaunchFacts) -> dict[st
     """What ranks on other hosts would miss; and MPICH's way to give options to ssh."""
     env = {REPORT_VARIABLE: "1"}
     if facts.mpirun is not None and facts.mpirun.flavour == "mpich":
-        env["HYDRA_LAUNCHER_EXTRA_ARGS"] = mpi_ssh_args(options.remote)
+        env["HYDRA_LAUNCHER_EXTRA_ARGS"] = mpi_ssh_args(options.remote, facts)
     return env
 
 
-def _horovodrun_mpi_env(options: LaunchOptions, environ: Mapping[str, str],
+def _horovodrun_mpi_env(options: LaunchOptions, environ: Mapping[str, str], facts: LaunchFacts,
                         mpirun: Mpirun) -> dict[str, str]:
     """It looks for mpirun on PATH only, and knows the ssh options of old Open MPI only."""
     args = "PRTE_MCA_plm_ssh_args" if mpirun.major >= 5 else "OMPI_MCA_plm_rsh_args"
     return {"PATH": f"{Path(mpirun.path).parent}:{environ.get('PATH', '/usr/bin:/bin')}",
-            args: mpi_ssh_args(options.remote)}
+            args: mpi_ssh_args(options.remote, facts)}

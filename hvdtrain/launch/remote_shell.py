@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +58,26 @@ def remote_command(host: str, argv: Sequence[str], options: RemoteOptions) -> li
     if options.kubectl is not None:
         program, *exec_options = options.kubectl
         return [program, "exec", "-i", host, *exec_options, "--", *argv]
-    return ["ssh", *ssh_options(options), host, shlex.join(argv)]
+    return ["ssh", *ssh_options(options, accept_new=asks_about_keys(host, options)), host,
+            shlex.join(argv)]
+
+
+def asks_about_keys(host: str, options: RemoteOptions) -> bool:
+    """Whether ssh would ask the user about a key of `host` that is not known: its default.
+
+    A configuration that says what to do (`StrictHostKeyChecking yes`) is the user's, and obeyed.
+
+    Args:
+        host: String, a name that ssh knows.
+        options: Port and identity, by which a configuration may differ.
+    """
+    try:
+        said = subprocess.run(["ssh", "-G", *_reach(options), host], capture_output=True,
+                              text=True, errors="replace", stdin=subprocess.DEVNULL,
+                              timeout=CONNECT_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return True  # there is no ssh; the command itself tells
+    return said.returncode != 0 or "\nstricthostkeychecking ask\n" in f"\n{said.stdout}"
 
 
 def sent_program(name: str, size: int) -> list[str]:
@@ -70,12 +90,22 @@ def sent_program(name: str, size: int) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _BOOT.format(name=name, size=size)]
 
 
-def ssh_options(options: RemoteOptions) -> list[str]:
+def ssh_options(options: RemoteOptions, *, accept_new: bool) -> list[str]:
     """The options of ssh: no questions, a bounded wait, a lost host is noticed."""
-    line = ["-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=accept-new",
+    return [*without_questions(accept_new=accept_new),
             "-o", f"ConnectTimeout={CONNECT_TIMEOUT_S}",
             "-o", f"ServerAliveInterval={_ALIVE_INTERVAL_S}",
-            "-o", f"ServerAliveCountMax={_ALIVE_COUNT}"]
+            "-o", f"ServerAliveCountMax={_ALIVE_COUNT}", *_reach(options)]
+
+
+def without_questions(*, accept_new: bool) -> list[str]:
+    """The options by which ssh asks nothing; `accept_new` answers that about an unknown key."""
+    keys = ["-o", "StrictHostKeyChecking=accept-new"] if accept_new else []
+    return ["-o", "BatchMode=yes", *keys]
+
+
+def _reach(options: RemoteOptions) -> list[str]:
+    line = []
     if options.port is not None:
         line += ["-p", str(options.port)]
     if options.identity_file is not None:

@@ -6,6 +6,8 @@ import re
 import signal
 from dataclasses import dataclass
 
+from hvdtrain.errors import EXIT_RUN_FAILED
+
 RANK_LINES = {
     "srun": re.compile(rb" *(?P<rank>\d+): (?P<text>.*)"),
     "horovodrun": re.compile(rb"\[(?P<rank>\d+)\]<(?P<stream>stdout|stderr)>: ?(?P<text>.*)"),
@@ -25,11 +27,14 @@ _ENDS = {
     "mpirun": (
         re.compile(r"process rank (?P<rank>\d+) with PID \d+ on node \S+ exited on signal "
                    r"(?P<signal>\d+)"),
-        re.compile(r"Process name: \[.*,(?P<rank>\d+)\] +Exit code: +(?P<code>\d+)$")),
+        re.compile(r"Process name: \[.*,(?P<rank>\d+)\] +Exit code: +(?P<code>\d+)$"),
+        re.compile(r"has exited due to process rank (?P<rank>\d+) with PID \d+ on node \S+ "
+                   r"(?P<manner>exiting|calling)")),
     "horovodrun": (re.compile(r"Process (?P<rank>\d+) exit with status code (?P<code>\d+)\."),),
 }
 _SIGNALS = {"Killed": signal.SIGKILL, "Segmentation fault": signal.SIGSEGV,
             "Aborted": signal.SIGABRT}
+_MANNERS = {"exiting": "left early with code 0", "calling": "called MPI_Abort"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class SaidEnd:
     rank: int
     code: int
     """As in `subprocess`: the exit code, or minus the signal."""
+    reason: str = ""
+    """How it ended, where that is no code of its own."""
 
 
 class StarterWords:
@@ -56,12 +63,16 @@ class StarterWords:
                 found = pattern.search(text)
                 if found is not None:
                     self._before = ""
-                    return SaidEnd(int(found["rank"]), _code(found.groupdict()))
+                    said = found.groupdict()
+                    return SaidEnd(int(found["rank"]), _code(said),
+                                   _MANNERS.get(said.get("manner") or "", ""))
         return None
 
 
 def _code(found: dict[str, str | None]) -> int:
     if found.get("code"):
         return int(found["code"] or 0)
+    if found.get("manner"):
+        return EXIT_RUN_FAILED
     word = found.get("word")
     return -(_SIGNALS[word] if word else int(found["signal"] or 0))

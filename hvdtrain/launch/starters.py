@@ -74,9 +74,9 @@ def _auto(collective: str, facts: LaunchFacts, np: int,
                           f"it with: {_GET_HOROVOD}")
     if facts.mpirun is None:
         raise LaunchError(
-            f"Nothing here can reduce over {np} ranks: {problem}, and there is no mpirun. Install "
-            f"one of them: {_GET_HOROVOD}, or {_GET_MPI}. For programs that need neither: "
-            "--starter native")
+            f"Nothing here can reduce over {np} ranks: {problem}, and no mpirun can be used: "
+            f"{_no_mpirun(facts)}. Install one of them: {_GET_HOROVOD}, or {_GET_MPI}. For "
+            "programs that need neither: --starter native")
     return "mpirun", [f"starter mpirun with mpi4py, because: {problem}"]
 
 
@@ -97,10 +97,13 @@ def need_mpirun(facts: LaunchFacts) -> Mpirun:
         LaunchError: There is none.
     """
     if facts.mpirun is None:
-        raise LaunchError(
-            f"There is no mpirun in {facts.scripts_dir} nor on PATH. Install one with: "
-            f"{_GET_MPI}, or use --starter native.")
+        raise LaunchError(f"No mpirun can be used: {_no_mpirun(facts)}. Install one with: "
+                          f"{_GET_MPI}, or use --starter native.")
     return facts.mpirun
+
+
+def _no_mpirun(facts: LaunchFacts) -> str:
+    return facts.mpirun_problem or f"there is no mpirun in {facts.scripts_dir} nor on PATH"
 
 
 def _check_mpi(collective: str, mpirun: Mpirun, facts: LaunchFacts) -> list[str]:

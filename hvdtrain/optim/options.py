@@ -11,6 +11,7 @@ from hvdtrain.collectives.base import Collective
 from hvdtrain.config import SUMMED_APART, Compression, Sparse, TrainConfig, check_reduction
 from hvdtrain.errors import ConfigError, OptimizerError
 from hvdtrain.log import get_logger
+from hvdtrain.settings import check_finite
 
 Merge = Literal["sum", "none"]
 GradientOp = Literal["average", "sum", "adasum"]
@@ -54,6 +55,7 @@ class ReducerOptions:
                 raise ConfigError(
                     f"{name} must be one of {', '.join(map(repr, get_args(known)))}. Received: "
                     f"{name}={getattr(self, name)!r}")
+        check_finite(self)
         if self.bucket_bytes < 1:
             raise ConfigError(f"bucket_bytes must be positive. Received: {self.bucket_bytes}")
         check_reduction(self)

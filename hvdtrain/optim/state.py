@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
-from hvdtrain.errors import TrainingError
+from hvdtrain.errors import RanksDifferError
 from hvdtrain.optim import keras_model, keras_seam
 
 SEED_STRIDE = 7919
@@ -57,7 +57,7 @@ def broadcast(collective: Collective, variables: Sequence[Any], *, root: int = 0
         The number of bytes sent.
 
     Raises:
-        TrainingError: The ranks hold different structures; the first difference is named.
+        RanksDifferError: The ranks hold different structures; the first difference is named.
     """
     if collective.size == 1:
         return 0
@@ -84,7 +84,7 @@ def _compare_structure(collective: Collective, variables: Sequence[Any]) -> None
         where = next((i for i, (a, b) in enumerate(zip(everyone[0], theirs, strict=False))
                       if a != b), min(len(everyone[0]), len(theirs)))
         at = [s[where] if where < len(s) else "nothing" for s in (everyone[0], theirs)]
-        raise TrainingError(
+        raise RanksDifferError(
             f"The ranks built different models: rank 0 has {len(everyone[0])} variables, rank "
             f"{rank} has {len(theirs)}; the first difference is variable {where}: {at[0]} on "
             f"rank 0, {at[1]} on rank {rank}. Build the model from the same settings on all "
@@ -263,7 +263,7 @@ def check_equal(collective: Collective, variables: Sequence[Any], *, when: str =
         advice: String, ends it: what to do.
 
     Raises:
-        TrainingError: On every rank, naming the ranks that differ from the majority and the
+        RanksDifferError: On every rank, naming the ranks that differ from the majority and the
             first variable in which they do.
     """
     if collective.size == 1:
@@ -276,7 +276,7 @@ def check_equal(collective: Collective, variables: Sequence[Any], *, when: str =
         return
     first = next(i for i, (a, b) in enumerate(zip(majority, everyone[odd[0]], strict=True))
                  if a != b)
-    raise TrainingError(
+    raise RanksDifferError(
         f"{found}{when and ' ' + when}: rank{'s' if len(odd) > 1 else ''} "
         f"{', '.join(map(str, odd))} of "
         f"{collective.size} differ{'' if len(odd) > 1 else 's'} from the others, first in "

@@ -4,6 +4,8 @@ An uncaught error is printed (the message alone where the user is to blame), rep
 launcher in one line where there is one that listens (HVDTRAIN_REPORT=1), and the process leaves
 by `os._exit`: `hvd.shutdown()`, which otherwise runs at exit, would make the *other* ranks fail,
 and often they end before the one that broke. SIGUSR2 prints the stacks of all threads.
+
+`install` is for a program of hvdtrain's own, `ScriptGuard` for a script of the user's.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import NoReturn
 
-from hvdtrain.errors import EXIT_RUN_FAILED, EXIT_STOPPED, HvdtrainError
+from hvdtrain.errors import (
+    EXIT_COLLECTIVE,
+    EXIT_RUN_FAILED,
+    EXIT_SIGNALLED,
+    EXIT_STOPPED,
+    HvdtrainError,
+    LeftEarlyError,
+)
 from hvdtrain.runtime.descendants import kill_descendants
 from hvdtrain.runtime.stop import StopFlag
 from hvdtrain.world.failure import (
@@ -32,6 +41,8 @@ from hvdtrain.world.world import World
 
 _SECONDARY_WAIT_S = 1.0
 """So that the rank that is the cause is seen to end first."""
+_ALIKE_WAIT_S = 0.2
+"""So that ranks which fail alike have printed why before Horovod sees the first one leave."""
 _MESSAGE_CHARS = 300
 
 
@@ -68,7 +79,7 @@ class Guard:
 
     def fail(self, error: BaseException) -> NoReturn:
         """Print and report an error, and end the process at once."""
-        code, secondary = exit_code_of(error), is_secondary(f"{type(error).__name__}: {error}")
+        code, secondary = exit_code_of(error), _is_of_another_rank(error)
         if code == EXIT_STOPPED:
             _ignore_further_requests()
         if isinstance(error, HvdtrainError):
@@ -81,8 +92,10 @@ class Guard:
         self._tell(type(error).__name__, str(error), code,
                    primary=not (secondary or interrupted))
         _flush()
-        if secondary and not self.stop.requested:
-            time.sleep(_SECONDARY_WAIT_S)
+        if self._world.size > 1:
+            silence()
+            time.sleep(_SECONDARY_WAIT_S if secondary and not self.stop.requested
+                       else _ALIKE_WAIT_S)
         kill_descendants()
         os._exit(code)
 
@@ -110,8 +123,10 @@ class Guard:
         faulthandler.register(signal.SIGUSR2, file=stream, all_threads=True, chain=False)
 
     def _leave_by_exit(self, error: SystemExit) -> None:
-        """`sys.exit(3)` on one rank is a failure too; 0 is the ordinary end."""
+        """`sys.exit(3)` on one rank is a failure too, and so is 0 while others go on."""
         if error.code in (None, 0):
+            if self._world.size > 1:
+                self.fail(LeftEarlyError())
             return
         code = error.code if isinstance(error.code, int) else EXIT_RUN_FAILED
         message = "" if isinstance(error.code, int) else str(error.code)
@@ -142,15 +157,56 @@ def install(world: World, environ: Mapping[str, str]) -> Guard:
     return guard
 
 
-def watch_uncaught(world: World, environ: Mapping[str, str]) -> None:
-    """Guard a script of the user's against uncaught errors alone; signals stay the script's.
+class ScriptGuard:
+    """Guards a script of the user's against uncaught errors alone; signals stay the script's.
 
-    Nothing is done where a hook is set already: by `install`, a debugger or a notebook.
+    Args:
+        environ: The environment: tells whether a launcher reads the report.
     """
-    if sys.excepthook is not sys.__excepthook__:
-        return
-    guard = Guard(world, report=environ.get(REPORT_VARIABLE) == "1")
-    sys.excepthook = lambda kind, error, trace: guard.fail(error)
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._report = environ.get(REPORT_VARIABLE) == "1"
+        self.world: World | None = None
+        """Which rank this is, from when it is known."""
+
+    def install(self) -> None:
+        """Begin, in the place of a former guard.
+
+        Nothing is done where `install`, a debugger or a notebook has set a hook, nor in an
+        interactive session.
+        """
+        former = getattr(sys.excepthook, "__self__", None)
+        own = sys.excepthook is sys.__excepthook__ or isinstance(former, ScriptGuard)
+        if own and not hasattr(sys, "ps1"):
+            sys.excepthook = self._hook
+
+    def uninstall(self) -> None:
+        """Put Python's own hook back, unless another one has been set since."""
+        if sys.excepthook == self._hook:
+            sys.excepthook = sys.__excepthook__
+
+    def _hook(self, kind: type[BaseException], error: BaseException,
+              trace: TracebackType | None) -> None:
+        if self.world is not None and self.world.size > 1:
+            Guard(self.world, report=self._report).fail(error)
+        if not isinstance(error, HvdtrainError):
+            sys.__excepthook__(kind, error, trace)
+            return
+        sys.stderr.write(f"hvdtrain: {error}\n")
+        raise SystemExit(error.exit_code)  # Python ends with it, and runs its exit handlers
+
+
+def silence() -> None:
+    """What else this rank would print is a consequence: its collective fails as others leave."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def _is_of_another_rank(error: BaseException) -> bool:
+    """Whether it is what a collective raises when another rank has gone, or the like."""
+    if isinstance(error, HvdtrainError):
+        return error.of_another_rank
+    return is_secondary(f"{type(error).__name__}: {error}")
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -158,8 +214,8 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, HvdtrainError):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT
-    return EXIT_RUN_FAILED
+        return EXIT_SIGNALLED + signal.SIGINT
+    return EXIT_COLLECTIVE if _is_of_another_rank(error) else EXIT_RUN_FAILED
 
 
 def _ignore_further_requests() -> None:

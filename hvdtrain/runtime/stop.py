@@ -8,6 +8,9 @@ import time
 from types import FrameType
 from typing import Any
 
+from hvdtrain.errors import EXIT_SIGNALLED
+from hvdtrain.runtime.descendants import kill_descendants
+
 _REPEAT_S = 1.0
 """A scheduler and a launcher may both pass on one request: a second signal counts after this."""
 
@@ -51,5 +54,6 @@ class StopFlag:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._signal and time.monotonic() - self._since_s > _REPEAT_S:
-            os._exit(128 + number)
+            kill_descendants()
+            os._exit(EXIT_SIGNALLED + number)
         self.request(number)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.submit.command import RankCommand
+from hvdtrain.launch.rank_command import RankCommand
 from hvdtrain.submit.k8s_options import IMPLEMENTATIONS, KubernetesOptions, is_zero
 
 Manifest = dict[str, Any]
@@ -44,7 +44,7 @@ def _with_resume(options: KubernetesOptions, command: RankCommand) -> RankComman
         raise ConfigError("--overwrite would delete the job's own checkpoints when it is started "
                           "again (--backoff-limit, --restart-policy). Leave it out and give "
                           "another --output, or let the job fail: --backoff-limit 0.")
-    return RankCommand(words=(*command.words, "--resume"), is_program=False)
+    return command.with_words("--resume")
 
 
 def _mpijob(options: KubernetesOptions, command: RankCommand) -> Manifest:

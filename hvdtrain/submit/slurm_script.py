@@ -7,17 +7,15 @@ a shell but by Slurm, which has its own way with quotes.
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import hvdtrain
-from hvdtrain.submit.command import RankCommand
+from hvdtrain.errors import EXIT_STOPPED
+from hvdtrain.launch.rank_command import RankCommand
 from hvdtrain.submit.slurm_options import SlurmOptions
 
-STOPPED = 75
-"""Exit code of ranks that saved and left because they were told to stop."""
 _FIT_WAIT_S = 30
 _ANSI_C = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\\": "\\\\", "'": "\\'"}
 
@@ -122,7 +120,7 @@ def program_of(options: SlurmOptions, command: RankCommand) -> tuple[str, ...]:
         return (options.program, *command.words)
     if options.venv is not None:
         return (str(options.venv / "bin" / "python"), "-m", "hvdtrain", *command.words)
-    return (sys.executable, "-m", "hvdtrain", *command.words)
+    return command.argv
 
 
 def _step(options: SlurmOptions, command: RankCommand) -> str:
@@ -157,8 +155,8 @@ def _end(options: SlurmOptions, command: RankCommand) -> str:
         return "exit $code\n"
     restart = "" if command.is_fit else " SLURM_RESTART_COUNT tells the program so."
     return f"""\
-# {STOPPED}: the ranks were told to stop, have saved and left.{restart}
-if (( code == {STOPPED} )); then
+# {EXIT_STOPPED}: the ranks were told to stop, have saved and left.{restart}
+if (( code == {EXIT_STOPPED} )); then
     # One that was cancelled is not RUNNING any more, and must not come back.
     state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
     if [[ $state != RUNNING ]]; then

@@ -15,6 +15,7 @@ from hvdtrain.log import get_logger
 from hvdtrain.optim import keras_seam
 from hvdtrain.train.checkpoint_file import (
     RunState,
+    not_written,
     read_state,
     save_model,
     serialized,
@@ -80,8 +81,8 @@ class CheckpointStore:
                 raise writing.error
 
     def _remove_old(self) -> None:
-        for old in self.paths()[:-self._keep]:
-            with contextlib.suppress(OSError):  # one file too many is no reason to stop
+        with contextlib.suppress(OSError):  # one file too many is no reason to stop
+            for old in self.paths()[:-self._keep]:
                 old.unlink(missing_ok=True)
 
     def load_newest(self, model: Any) -> RunState | None:
@@ -129,6 +130,9 @@ class _Writing(threading.Thread):
             self._then()
         except CheckpointError as error:
             self.error = error
+        except Exception as error:  # such as a MemoryError
+            self.error = not_written(self._path, error)
+            self.error.__cause__ = error
 
 
 def _load_into(model: Any, path: Path) -> None:

@@ -2,8 +2,8 @@
 
 It holds model, optimizer and, as further members of the zip archive, `hvdtrain.json` with the
 position in the run and `hvdtrain.npz` with arrays that callbacks and compression keep; Keras
-ignores these members, so the file loads without hvdtrain. It is written to a temporary name in the
-same folder, synchronised, and renamed.
+ignores these members, so the file loads without hvdtrain. It is written by
+`whole_file`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import os
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, NotWrittenError
 from hvdtrain.optim import keras_model
+from hvdtrain.whole_file import whole_file
 
 STATE_MEMBER = "hvdtrain.json"
 ARRAYS_MEMBER = "hvdtrain.npz"
@@ -67,22 +67,17 @@ def save_model(model: Any, path: Path, state: RunState | None = None) -> None:
     """Write a model to `path`, whole or not at all. The chief only.
 
     Raises:
-        CheckpointError: It could not be written (disk full, no permission); an older file of
+        NotWrittenError: It could not be written (disk full, no permission); an older file of
             that name is left as it was.
     """
-    temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}.keras")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        model.save(temporary)
-        if state is not None:
-            _add_state(temporary, state)
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        with whole_file(path) as temporary:
+            model.save(temporary)
+            if state is not None:
+                _add_state(temporary, state)
     except OSError as error:
-        raise _not_written(path, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        raise not_written(path, error) from error
 
 
 def serialized(model: Any, state: RunState) -> io.BytesIO:
@@ -97,27 +92,23 @@ def write_file(data: memoryview, path: Path) -> None:
     """Write a file that is in memory, whole or not at all.
 
     Raises:
-        CheckpointError: As `save_model`.
+        NotWrittenError: As `save_model`.
     """
-    temporary = path.with_name(f".{path.stem}.tmp-{os.getpid()}.keras")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        with whole_file(path) as temporary:
+            temporary.write_bytes(data)
     except OSError as error:
-        raise _not_written(path, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        raise not_written(path, error) from error
 
 
-def _not_written(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"{path} could not be written: {error.strerror or error}. Free space on the disk or "
-        "give another folder with --output; older checkpoints are untouched, so the run "
-        "can go on with --resume.")
+def not_written(path: Path, error: Exception) -> NotWrittenError:
+    """The error of a file of the run that could not be written."""
+    why = error.strerror if isinstance(error, OSError) else None
+    return NotWrittenError(
+        f"{path} could not be written: {why or f'{type(error).__name__}: {error}'}. Free space on "
+        "the disk or give another folder with --output; older checkpoints are untouched, so the "
+        "run can go on with --resume.")
 
 
 def _add_state(file: Path | io.BytesIO, state: RunState) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hvdtrain.collectives.base import Collective
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.errors import ChiefFailedError, HvdtrainError
 
 T = TypeVar("T")
 
@@ -23,19 +23,28 @@ def on_chief(collective: Collective, work: Callable[[], T]) -> T:
 
     Raises:
         HvdtrainError: What `work` raised on the chief (same type), on every rank.
+        ChiefFailedError: On the others, where the chief raises another error.
     """
     result: T | None = None
-    failed: HvdtrainError | None = None
+    failed: Exception | None = None
     if collective.rank == 0:
         try:
             result = work()
-        except HvdtrainError as error:
+        except Exception as error:
             failed = error
     outcome: tuple[T | None, tuple[type[HvdtrainError], str] | None] = collective.gather_objects(
-        (result, (type(failed), str(failed)) if failed is not None else None))[0]
+        (result, None if failed is None else _told(failed)))[0]
     if failed is not None:
         raise failed
     if outcome[1] is not None:
         kind, message = outcome[1]
         raise kind(message)
     return outcome[0]  # type: ignore[return-value]
+
+
+def _told(error: Exception) -> tuple[type[HvdtrainError], str]:
+    """An error of the chief as the others raise it."""
+    if isinstance(error, HvdtrainError):
+        return type(error), str(error)
+    return ChiefFailedError, (f"Rank 0 has failed ({type(error).__name__}: {error}), and this "
+                              "rank cannot go on without it. Look at the output of rank 0.")

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
-from hvdtrain.errors import TrainingError
+from hvdtrain.errors import RanksDifferError, TrainingError
 from hvdtrain.optim import keras_model
 
 
@@ -158,7 +158,7 @@ def _summed(collective: Collective, variables: list[Any]) -> list[tuple[Any, Any
     sizes = collective.gather_objects([a.size for a in flat])
     if any(theirs != sizes[0] for theirs in sizes):
         odd = next(r for r, theirs in enumerate(sizes) if theirs != sizes[0])
-        raise TrainingError(
+        raise RanksDifferError(
             f"Rank {odd} has other metrics than rank 0 ({len(sizes[odd])} state variables, "
             f"rank 0 has {len(sizes[0])}). Compile the same metrics on all ranks.")
     joined = np.concatenate(flat) if flat else np.zeros(0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import hvdtrain
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.log import get_logger
 from hvdtrain.optim import keras_seam, state
 from hvdtrain.optim.kept_back_files import restore_kept_back
@@ -18,11 +18,18 @@ from hvdtrain.session import Session
 from hvdtrain.train import schedule
 from hvdtrain.train.callbacks.saver import CheckpointSaver, SaveTimes
 from hvdtrain.train.callbacks.state import CallbackStates
-from hvdtrain.train.callbacks.writers import CheckpointWriter, MetricsWriter, TensorBoardWriter
+from hvdtrain.train.callbacks.writers import (
+    CheckpointWriter,
+    ChiefFile,
+    ChiefFiles,
+    MetricsFile,
+    TensorBoardLog,
+)
 from hvdtrain.train.checkpoint import CheckpointStore
 from hvdtrain.train.checkpoint_file import RunState, save_model
 from hvdtrain.train.chief import on_chief
 from hvdtrain.train.plan import TrainPlan
+from hvdtrain.whole_file import remove_leftovers
 
 
 def open_output(session: Session, config: TrainConfig) -> CheckpointStore | None:
@@ -32,35 +39,48 @@ def open_output(session: Session, config: TrainConfig) -> CheckpointStore | None
         The store of checkpoints, or None where nothing is written.
 
     Raises:
+        ConfigError: A run is to be resumed, but no output folder is given.
         CheckpointError: On every rank: the output is a file, or holds a former run.
     """
     output = config.output
     if output is None:
+        if config.resume:
+            raise ConfigError("resume needs the output folder of the run to go on with: give "
+                              "TrainConfig(output=...). `hvdtrain fit` has one by itself.")
         return None
     store = CheckpointStore(output / "checkpoints", keep=config.keep_checkpoints,
                             background=config.checkpoint_background)
 
     def prepare() -> None:
-        if output.exists() and not output.is_dir():
-            raise CheckpointError(f"The output {output} is a file; a folder is needed. Give "
-                                  "another name with --output.")
         try:
-            output.mkdir(parents=True, exist_ok=True)
+            _prepare(output, store, config)
         except OSError as error:
-            raise CheckpointError(f"The output folder {output} cannot be made: {error.strerror}. "
-                                  "Give another one with --output.") from error
-        written = [*store.paths(), *(p for n in ("model.keras", "metrics.jsonl")
-                                     if (p := output / n).exists())]
-        if config.overwrite:
-            for path in [*written, *(output / "tensorboard").glob("events.out.tfevents.*")]:
-                path.unlink(missing_ok=True)
-        elif not config.resume and written:
-            raise CheckpointError(
-                f"{output} holds files of a former run ({written[-1].name}). "
-                "Go on with it (--resume), delete them (--overwrite), or give another folder "
-                "(--output).")
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"The output folder {output} cannot be used: {error.strerror} "
+                                  f"({error.filename}). Give another one with --output."
+                                  ) from error
+
     on_chief(session.collective, prepare)
     return store
+
+
+def _prepare(output: Path, store: CheckpointStore, config: TrainConfig) -> None:
+    if output.exists() and not output.is_dir():
+        raise CheckpointError(f"The output {output} is a file; a folder is needed. Give another "
+                              "name with --output.")
+    output.mkdir(parents=True, exist_ok=True)
+    written = [*store.paths(), *(p for n in ("model.keras", "metrics.jsonl")
+                                 if (p := output / n).exists())]
+    if not config.resume and not config.overwrite and written:
+        raise CheckpointError(
+            f"{output} holds files of a former run ({written[-1].name}). Go on with it "
+            "(--resume), delete them (--overwrite), or give another folder (--output).")
+    if config.overwrite:
+        for path in [*written, *(output / "tensorboard").glob("events.out.tfevents.*")]:
+            path.unlink(missing_ok=True)
+    for folder in (output, store.folder):
+        remove_leftovers(folder)
 
 
 def resume(model: Any, session: Session, config: TrainConfig, store: CheckpointStore | None,
@@ -156,15 +176,15 @@ def make_writers(session: Session, plan: TrainPlan, store: CheckpointStore, firs
         saver: What writes checkpoints; defaults to that of `make_saver`.
         times: When they are due beside the ends of epochs.
     """
-    config, writers = plan.config, []
+    config, writers = plan.config, list[Any]()
     output = store.folder.parent
-    if session.world.is_chief:
-        writers.append(MetricsWriter(
-            output / "metrics.jsonl", first_epoch=first_epoch,
-            samples_per_epoch=plan.shards.samples_per_epoch,
-            done_before=plan.shards.samples_before(first_step)))
-        if config.tensorboard and importlib.util.find_spec("tensorboard"):
-            writers.append(TensorBoardWriter(output / "tensorboard"))
+    files: list[ChiefFile] = [MetricsFile(
+        output / "metrics.jsonl", first_epoch=first_epoch,
+        samples_per_epoch=plan.shards.samples_per_epoch,
+        done_before=plan.shards.samples_before(first_step))]
+    if config.tensorboard and importlib.util.find_spec("tensorboard"):
+        files.append(TensorBoardLog(output / "tensorboard"))
+    writers.append(ChiefFiles(files, session.collective, session.progress))
     saver = saver or make_saver(session, plan, store)
     if saver is not None and (config.checkpoint_every_epochs or config.checkpoint_every_steps):
         writers.append(CheckpointWriter(

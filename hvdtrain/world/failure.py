@@ -19,6 +19,7 @@ DONE_LINE = "HVD-DONE"
 _MARK = "HVD-FAILED "
 _SECONDARY = re.compile(
     r"HorovodInternalError|Horovod has been shut down|Connection (?:closed|reset) by peer|"
+    r"MPI communication peer process has unexpectedly disconnected|An error occurred in Socket|"
     r"Broken pipe|(?:Read|Write) timeout|ncclSystemError|ncclRemoteError")
 
 

@@ -316,6 +316,20 @@ def test_much_output_of_another_host_arrives_whole(quiet_hosts: VirtualHosts, ma
     assert [int(line.split()[1]) for line in lines] == list(range(20000))
 
 
+@pytest.mark.parametrize(("configured", "code"), [
+    ("yes", 3), ("ask", 0), ("accept-new", 0), ("no", 0)])
+def test_what_ssh_is_told_of_unknown_keys_is_obeyed(fragile_hosts: VirtualHosts, mark: str,
+                                                    configured: str, code: int) -> None:
+    fragile_hosts.run("hosta", ["bash", "-c", f"echo '  StrictHostKeyChecking {configured}' >> "
+                                "/etc/ssh/ssh_config"])
+    done = launch(fragile_hosts, "-H", "hosta:1,hostb:1", *shell("true", mark))
+    assert done.returncode == code, done.stdout
+    assert ("Host key verification failed" in done.stdout) == (code != 0)
+    line = launch(fragile_hosts, "-H", "hosta:1,hostb:1", "--starter", "mpirun", "--dry-run",
+                  *shell("true", mark))
+    assert ("accept-new" in line.stdout) == (configured == "ask"), line.stdout
+
+
 def test_kubectl_in_place_of_ssh(quiet_hosts: VirtualHosts, mark: str, tmp_path: Path) -> None:
     """A kubectl of the test's own, which enters the host by ssh, as no cluster is here."""
     kubectl = tmp_path / "kubectl"

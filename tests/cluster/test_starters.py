@@ -50,6 +50,35 @@ def test_ranks_on_two_hosts(hosts: VirtualHosts, options: list[str], starter: st
     assert {(rank["starter"], rank["mpi"]) for rank in found.values()} == {(starter, mpi)}
 
 
+def test_horovodrun_as_typed_on_two_hosts(fragile_hosts: VirtualHosts) -> None:
+    """Without `hvdtrain launch` before it: with MPI, whose ssh it gives a port."""
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    # As where the keys of the hosts are known; the virtual hosts know none.
+    fragile_hosts.run("hosta", ["bash", "-c",
+                                "echo '  StrictHostKeyChecking no' >> /etc/ssh/ssh_config"])
+    found = ranks(fragile_hosts.run("hosta", [
+        "horovodrun", "-np", "3", "-H", "hosta:2,hostb:1", "--network-interfaces", "eth0", "-p",
+        "22", *RANK], cwd=ROOT, env=ENV | {"PATH": path}, timeout=90))
+    assert places(found) == PLACES
+    assert {(rank["starter"], rank["mpi"]) for rank in found.values()} == {("openmpi", True)}
+
+
+@pytest.mark.parametrize(("configured", "accepted"), [("ask", True), ("yes", False)])
+def test_horovodrun_obeys_what_ssh_is_told_of_unknown_keys(
+        fragile_hosts: VirtualHosts, configured: str, accepted: bool) -> None:
+    fragile_hosts.run("hosta", ["bash", "-c", f"echo '  StrictHostKeyChecking {configured}' >> "
+                                "/etc/ssh/ssh_config"])
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    done = fragile_hosts.run("hosta", [
+        "horovodrun", "--gloo", "--disable-cache", "-np", "2", "-H", "hosta:1,hostb:1",
+        "--network-interfaces", "eth0", *RANK], cwd=ROOT, env=ENV | {"PATH": path}, timeout=90)
+    if accepted:
+        assert set(ranks(done)) == {0, 1}
+    else:
+        assert done.returncode != 0
+        assert "Host key verification failed" in done.stdout
+
+
 def test_mpirun_keeps_to_the_network_that_is_named(fragile_hosts: VirtualHosts) -> None:
     """A second network that leads nowhere would hang the ranks."""
     for name in ("hosta", "hostb"):

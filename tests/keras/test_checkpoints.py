@@ -2,6 +2,7 @@
 
 import errno
 import json
+import subprocess
 import time
 import zipfile
 
@@ -11,7 +12,7 @@ import pytest
 
 import hvdtrain
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.optim.distributed import DistributedOptimizer
 from hvdtrain.settings import replace
 from hvdtrain.train import checkpoint
@@ -20,6 +21,7 @@ from hvdtrain.train.callbacks.saver import SaveTimes
 from hvdtrain.train.callbacks.state import CallbackStates
 from hvdtrain.train.checkpoint import CheckpointStore
 from hvdtrain.train.checkpoint_file import RunState, read_state
+from hvdtrain.whole_file import _place
 
 
 def data(n=40):
@@ -88,7 +90,7 @@ def test_a_disk_that_is_full_is_told_at_the_next_save_and_at_the_end(tmp_path, m
         raise OSError(errno.ENOSPC, "No space left on device")
     model = compiled()
     store = CheckpointStore(tmp_path, keep=2, background=True)
-    monkeypatch.setattr("hvdtrain.train.checkpoint_file.os.replace", full)
+    monkeypatch.setattr("os.replace", full)
     store.save(model, STATE)
     with pytest.raises(CheckpointError, match=r"could not be written: No space left"):
         store.wait()
@@ -97,6 +99,49 @@ def test_a_disk_that_is_full_is_told_at_the_next_save_and_at_the_end(tmp_path, m
         store.save(model, STATE)
     store.wait()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_any_error_of_the_writing_thread_is_told(tmp_path, monkeypatch):
+    def too_little(*args):
+        raise MemoryError("no memory for it")
+    model = compiled()
+    store = CheckpointStore(tmp_path, keep=2, background=True)
+    monkeypatch.setattr(checkpoint, "write_file", too_little)
+    store.save(model, STATE)
+    with pytest.raises(CheckpointError, match="could not be written: MemoryError: no memory"):
+        store.wait()
+
+
+def test_figures_of_a_former_run_are_kept_whole_or_as_they_were(tmp_path, monkeypatch):
+    """A run that is killed while it goes on has not lost what was there."""
+    def killed(*args):
+        raise KeyboardInterrupt
+    config = TrainConfig(batch_per_rank=4, epochs=2, output=tmp_path / "o", tensorboard=False)
+    hvdtrain.fit(compiled(), data(), config=config)
+    path = tmp_path / "o/metrics.jsonl"
+    before = path.read_text()
+    assert before.count("\n") == 2
+    monkeypatch.setattr("hvdtrain.whole_file._synchronize", killed)
+    with pytest.raises(KeyboardInterrupt):
+        hvdtrain.fit(compiled(), data(), config=replace(config, resume=True, epochs=3))
+    assert path.read_text() == before
+
+
+def test_a_script_that_resumes_needs_an_output_folder():
+    with pytest.raises(ConfigError, match="resume needs the output folder"):
+        hvdtrain.fit(compiled(), data(), config=TrainConfig(resume=True))
+
+
+def test_what_a_killed_run_left_is_removed_when_it_goes_on(tmp_path):
+    config = TrainConfig(batch_per_rank=4, epochs=1, output=tmp_path / "o", tensorboard=False)
+    hvdtrain.fit(compiled(), data(), config=config)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    left = tmp_path / f"o/checkpoints/.epoch-00002.keras.tmp-{_place()}-{dead.pid}.keras"
+    left.write_text("half")
+    hvdtrain.fit(compiled(), data(), config=replace(config, resume=True, epochs=2))
+    assert sorted(p.name for p in left.parent.iterdir()) == ["epoch-00001.keras",
+                                                             "epoch-00002.keras"]
 
 
 def test_checkpoints_by_steps_and_by_the_clock(tmp_path, monkeypatch):

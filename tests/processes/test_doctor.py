@@ -15,8 +15,9 @@ from pathlib import Path
 import packaging
 import pytest
 
-from hvdtrain.doctor.probe.command import EXIT_LIMIT, ask
+from hvdtrain.doctor.probe.command import ask
 from hvdtrain.doctor.session import HostSession, HostSilentError
+from hvdtrain.errors import EXIT_TIME_OVER
 from hvdtrain.launch.remote_shell import RemoteOptions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,7 +203,7 @@ def test_a_program_that_hangs_is_killed_with_its_children_at_its_limit(tmp_path:
     began = time.monotonic()
     said = ask(["bash", "-c", text], limit_s=0.5)
     assert time.monotonic() - began < 5
-    assert (said.code, said.last_line) == (EXIT_LIMIT, "no answer in 0.5 s")
+    assert (said.code, said.last_line) == (EXIT_TIME_OVER, "no answer in 0.5 s")
     assert [pid for pid in pids.read_text().split() if is_alive(int(pid))] == []
 
 

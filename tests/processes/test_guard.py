@@ -1,6 +1,7 @@
 """How a rank fails: what it prints, what it reports, with which code it leaves."""
 
 import faulthandler
+import os
 import signal
 import subprocess
 import sys
@@ -75,13 +76,81 @@ def test_sys_exit_in_a_context_is_a_failure(body: str, code: int, message: str) 
 
 
 def test_a_script_that_only_calls_init_is_guarded_against_uncaught_errors() -> None:
-    program = (PROGRAM + "from hvdtrain.runtime.guard import watch_uncaught\n"
-               "watch_uncaught(world, {'HVDTRAIN_REPORT': '1'})\n"
-               "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
-               "raise ValueError('bad sample')")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
-                          cwd=ROOT, timeout=20, check=False)
+    done = script("guard.world = world\nassert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"
+                  "raise ValueError('bad sample')")
     assert (done.returncode, done.stdout, record_of(done).error) == (1, "", "ValueError")
+
+
+def script(body: str) -> subprocess.CompletedProcess[str]:
+    """A script of the user's that `hvdtrain.init` guards."""
+    program = (f"{PROGRAM}\nfrom hvdtrain.runtime.guard import ScriptGuard\n"
+               f"guard = ScriptGuard({{'HVDTRAIN_REPORT': '1'}})\nguard.install()\n{body}")
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          cwd=ROOT, timeout=20, check=False)
+
+
+ONE_RANK = "guard.world = detect_world({}, hostname='h')\n"
+
+
+@pytest.mark.parametrize("known", ["", ONE_RANK], ids=["before the rank is known", "one rank"])
+def test_a_mistake_in_a_script_is_its_message_and_its_code(known: str) -> None:
+    """And Python's own exit handlers run, as they would without a guard."""
+    done = script(f"{known}raise ConfigError('epochs is 0.')")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2, "SHUTDOWN\n", "hvdtrain: epochs is 0.\n")
+
+
+def test_a_mistake_in_a_script_on_several_ranks_is_reported() -> None:
+    done = script("guard.world = world\nraise ConfigError('epochs is 0.')")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[0] == "hvdtrain: epochs is 0."
+    assert (record_of(done).error, record_of(done).code) == ("ConfigError", 2)
+
+
+def test_a_bug_in_a_script_of_one_process_ends_as_python_ends_it() -> None:
+    done = script(f"{ONE_RANK}raise ValueError('bad sample')")
+    assert (done.returncode, done.stdout) == (1, "SHUTDOWN\n")
+    assert done.stderr.startswith("Traceback (most recent call last):")
+    assert done.stderr.endswith("ValueError: bad sample\n")
+
+
+def test_a_mistake_that_init_itself_finds_is_its_message_and_its_code() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import hvdtrain; hvdtrain.init()"], capture_output=True,
+        text=True, cwd=ROOT, timeout=20, check=False, env={**os.environ, "HOROVOD_RANK": "0"})
+    assert done.returncode == 2
+    assert done.stderr.startswith("hvdtrain: HOROVOD_RANK=0 set, but not HOROVOD_SIZE")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_guard_of_a_script_leaves_nothing_behind() -> None:
+    done = script("other = ScriptGuard({})\nother.install()\nguard.uninstall()\n"
+                  "assert sys.excepthook == other._hook\nother.uninstall()\n"
+                  "assert sys.excepthook is sys.__excepthook__\nsys.ps1 = '>>> '\n"
+                  "guard.install()\nassert sys.excepthook is sys.__excepthook__")
+    assert done.returncode == 0, done.stderr
+
+
+def test_ranks_that_fail_alike_print_why_and_not_what_horovod_makes_of_it(tmp_path: Path) -> None:
+    """Rank 1 finds the same mistake a moment later, when rank 0 has told it already."""
+    program = tmp_path / "rank.py"
+    program.write_text(
+        "import os, time\nfrom hvdtrain.errors import ConfigError\n"
+        "from hvdtrain.runtime.guard import ScriptGuard\n"
+        "from hvdtrain.runtime.meet import meet\nfrom hvdtrain.world import detect_world\n"
+        "from tests.cluster.light_rank import horovod\n"
+        "guard = ScriptGuard(os.environ)\nguard.install()\n"
+        "world = guard.world = detect_world(os.environ)\nhvd = horovod()\n"
+        "meet(world, os.environ)\nhvd.init()\ntime.sleep(0.1 * world.rank)\n"
+        "raise ConfigError('epochs is 0.')\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain", "launch", "-np", "2", "--starter", "native", "--",
+         sys.executable, str(program)], capture_output=True, text=True, cwd=ROOT, timeout=60,
+        check=False, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+    assert done.returncode == 2, done.stderr
+    assert sorted(done.stderr.splitlines()) == [
+        "[0] hvdtrain: epochs is 0.", "[1] hvdtrain: epochs is 0.",
+        "hvdtrain launch: all 2 ranks failed alike: exit code 2, ConfigError: epochs is 0."]
 
 
 def test_a_rank_that_stops_on_request_is_deaf_to_a_second_request() -> None:
@@ -102,7 +171,18 @@ def test_a_failing_rank_leaves_no_workers() -> None:
 
 
 def test_an_ordinary_end_runs_the_ordinary_shutdown() -> None:
+    done = rank("with guard:\n    pass")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "SHUTDOWN\n", "HVD-DONE\n")
+
+
+def test_sys_exit_with_0_is_a_failure_while_others_go_on() -> None:
     done = rank("with guard:\n    sys.exit(0)")
+    assert (done.returncode, done.stdout, record_of(done).error) == (1, "", "LeftEarlyError")
+
+
+def test_sys_exit_with_0_is_an_ordinary_end_of_one_process() -> None:
+    done = rank("guard = install(detect_world({}, hostname='h'), {'HVDTRAIN_REPORT': '1'})\n"
+                "with guard:\n    sys.exit(0)")
     assert (done.returncode, done.stdout, done.stderr) == (0, "SHUTDOWN\n", "HVD-DONE\n")
 
 
@@ -116,6 +196,15 @@ def test_a_second_signal_ends_at_once_but_not_one_that_was_sent_twice() -> None:
     done = rank("for wait in (0, 0, 1.1, 0):\n    time.sleep(wait)\n"
                 "    os.kill(os.getpid(), signal.SIGTERM)\n    print(wait, flush=True)")
     assert (done.returncode, done.stdout) == (143, "0\n0\n")
+
+
+def test_a_second_signal_leaves_no_children() -> None:
+    done = rank("import subprocess\nchild = subprocess.Popen(['/bin/sh', '-c', 'sleep 61; :'])\n"
+                "time.sleep(0.2)\nprint(child.pid, flush=True)\nfor _ in range(2):\n"
+                "    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(1.1)")
+    assert done.returncode == 143
+    command = Path(f"/proc/{done.stdout.strip()}/cmdline")
+    assert not command.exists() or not command.read_bytes()
 
 
 def test_install_leaves_nothing_behind() -> None:

@@ -1,7 +1,10 @@
 """mpirun and horovodrun as started by us: a fake one on disk tells what it was given."""
 
+import os
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +64,6 @@ def test_one_that_is_not_there_is_an_error(tmp_path: Path) -> None:
 
 
 def test_importing_the_launcher_loads_no_big_library() -> None:
-    import subprocess
-
     program = ("import sys; import hvdtrain.launch.execute, hvdtrain.launch.facts, "
                "hvdtrain.runtime.guard, hvdtrain.runtime.bootstrap, hvdtrain.runtime.meet; "
                "print(*(m for m in ('tensorflow', 'keras', 'numpy', 'horovod', 'mpi4py', 'typer', "
@@ -109,6 +110,33 @@ def test_the_rank_that_failed_is_named_with_its_last_lines(
     assert "  | reading shard 17" in err
 
 
+def test_a_rank_that_is_gone_without_a_word_is_named(
+        tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """mpirun tells of no end with 0, and not of each that was killed."""
+    record = FailureRecord(rank=0, host="x", time_s=time.time(), error="UnknownError",
+                           message="Horovod has been shut down", primary=False, code=7)
+    said = f"echo '[1,0]<stderr>: {record.to_line().strip()}' >&2; exit 1"
+    fit = ("python", "-m", "hvdtrain", "fit", "job.toml")
+    assert launch(planned(tmp_path, said, command=fit)) == 7
+    assert "rank 1 on localhost told neither that it was done nor why" in capfd.readouterr().err
+    assert launch(planned(tmp_path, f"echo '[1,1]<stderr>: HVD-DONE' >&2; {said}", command=fit)
+                  ) == 7
+    assert "told neither" not in capfd.readouterr().err
+
+
+def test_a_rank_whose_mpi_has_lost_another_is_not_the_cause(
+        tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As Open MPI 5 told it, when rank 1 on another host had been killed."""
+    lines = ["[1,0]<stderr>: An MPI communication peer process has unexpectedly disconnected.",
+             "prterun has exited due to process rank 0 with PID 0 on node hosta calling"]
+    said = "; ".join(f"echo '{line}' >&2" for line in lines)
+    fit = ("python", "-m", "hvdtrain", "fit", "job.toml")
+    assert launch(planned(tmp_path, f"{said}; exit 14", command=fit)) == 7
+    err = capfd.readouterr().err
+    assert "hvdtrain launch: rank 1 on localhost told neither" in err
+    assert "called MPI_Abort" in err
+
+
 def test_a_starter_that_hangs_after_a_failure_is_ended(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvdtrain.launch.foreign._FAILURE_GRACE_S", 0.3)
@@ -124,6 +152,43 @@ def test_processes_that_a_starter_leaves_are_ended(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     assert launch(planned(tmp_path, f"setsid sleep 60 & echo $! > '{pid}'; exit 0")) == 0
     assert not Path(f"/proc/{pid.read_text().strip()}").exists()
+
+
+#: Waits for a process to attach to, says so, and never lets go of it.
+TRACER = """
+import ctypes, pathlib, sys, time
+while not (text := pathlib.Path(sys.argv[1]).read_text() if pathlib.Path(sys.argv[1]).exists()
+           else ""):
+    time.sleep(0.01)
+if ctypes.CDLL(None).ptrace(0x4206, int(text), 0, 0):  # PTRACE_SEIZE
+    sys.exit("ptrace is not allowed here")
+pathlib.Path(sys.argv[2]).touch()
+time.sleep(60)
+"""
+
+
+def test_a_process_that_cannot_be_buried_does_not_hold_up_the_launcher(
+        tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nobody but its tracer can: to its parent it is as one in an uninterruptible wait."""
+    pid, held = tmp_path / "pid", tmp_path / "held"
+    tracer = subprocess.Popen([sys.executable, "-c", TRACER, pid, held], stderr=subprocess.PIPE,
+                              text=True)
+    try:
+        body = (f"setsid sleep 60 & echo $! > '{pid}.part'; mv '{pid}.part' '{pid}'; "
+                f"for i in $(seq 500); do [ -e '{held}' ] && exit 0; sleep 0.01; done; exit 9")
+        started = time.monotonic()
+        code = launch(planned(tmp_path, body))
+        if code == 9:
+            pytest.skip(f"no process can be traced: {tracer.communicate(timeout=9)[1]}")
+        assert code == 0
+        assert time.monotonic() - started < 8.0
+        assert f"outlive SIGKILL and are left on this host: {pid.read_text().strip()}" in (
+            capfd.readouterr().err)
+    finally:
+        tracer.kill()
+        tracer.communicate()
+        with suppress(ChildProcessError):
+            os.waitpid(int(pid.read_text()), 0)
 
 
 def test_a_starter_that_lost_ranks_and_ends_with_0_is_not_believed(

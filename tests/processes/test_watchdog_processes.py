@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.errors import EXIT_COLLECTIVE
+from hvdtrain.errors import EXIT_TIME_OVER as EXIT_HANG
 from hvdtrain.launch.execute import launch
 from hvdtrain.launch.options import LaunchOptions
 from hvdtrain.launch.plan import make_plan
 from hvdtrain.runtime.watchdog.judge import LOST_GRACE_S
-from hvdtrain.runtime.watchdog.leave import EXIT_HANG
 from tests.launch_facts import facts
 
 ROOT = Path(__file__).parents[2]
@@ -142,7 +143,7 @@ def test_a_killed_rank_ends_the_others_under_a_starter_that_does_not(ranks, faul
     texts = some.end(LOST_GRACE_S + 2 * 1.0 + SLACK_S)
     codes = some.codes()
     assert codes.pop(faulty) == -signal.SIGKILL
-    assert codes == [1, 1]
+    assert codes == [EXIT_COLLECTIVE] * 2
     texts.pop(faulty)
     for text in texts:
         assert f"hvdtrain: rank {faulty} on here ended without a word" in text

@@ -62,8 +62,9 @@ def starters(job, tmp_path):
         "launch": [HVDTRAIN, "launch", "-np", "2", *fit, tmp_path / "launch"],
         "mpirun": [BIN / "mpirun", "--bind-to", "none", "--oversubscribe", "-np", "2", HVDTRAIN,
                    *fit, tmp_path / "mpirun"],
-        "horovodrun": [BIN / "horovodrun", "--gloo", "-np", "2", HVDTRAIN, *fit,
-                       tmp_path / "horovodrun"],
+        "horovodrun": ["horovodrun", "-np", "2", "hvdtrain", *fit, tmp_path / "horovodrun"],
+        "horovodrun --gloo": ["horovodrun", "--gloo", "-np", "2", "hvdtrain", *fit,
+                              tmp_path / "horovodrun --gloo"],
         "mpi4py": [HVDTRAIN, "launch", "-np", "2", "--collective", "mpi4py", *fit,
                    tmp_path / "mpi4py"],
         "forked": [HVDTRAIN, "launch", "-np", "2", "--preload", *fit, tmp_path / "forked"],
@@ -95,7 +96,7 @@ def test_every_starter_trains_and_ends_with_the_same_weights(job, tmp_path):
         assert (tmp_path / name / "model.keras").is_file()
     reference = weights(tmp_path / "launch/model.keras")
     assert len(reference) > 6
-    for name in ("mpirun", "horovodrun", "mpi4py", "forked"):
+    for name in ("mpirun", "horovodrun", "horovodrun --gloo", "mpi4py", "forked"):
         found = weights(tmp_path / name / "model.keras")
         assert found.keys() == reference.keys()
         for key, value in reference.items():
@@ -146,6 +147,20 @@ def test_what_is_no_job_is_refused_without_a_traceback(target, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("words", [["fit"], ["launch", "-np", "2", "fit"]])
+def test_without_a_job_and_without_a_job_file_it_is_told(words, tmp_path):
+    done = run(HVDTRAIN, *words, timeout=20, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count(f"No job is named, and there is no hvdtrain.toml in {tmp_path}") == 1
+
+
+def test_without_a_job_it_is_the_job_file_of_the_folder(job):
+    job.rename(job.with_name("hvdtrain.toml"))
+    done = fork("fit", "--dry-run", cwd=job.parent)
+    assert done.returncode == 0, done.stderr
+    assert "job            hvdtrain: " in done.stdout
+
+
 BAD = {
     "unknown model": (JOB.replace("digits_mlp", "digits_mlpp"),
                       "Unknown model 'digits_mlpp'. Known: autoencoder, digits_cnn"),
@@ -179,6 +194,67 @@ def test_bad_input_is_a_clear_error_without_a_traceback(case, tmp_path):
     assert "Traceback" not in done.stdout + done.stderr
 
 
+SCRIPT = """
+import keras
+import numpy as np
+
+import hvdtrain
+
+hvdtrain.init()
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+hvdtrain.fit(model, (np.zeros((0, 4), "f4"), np.zeros((0, 1), "f4")))
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_mistake_in_a_script_is_told_as_by_fit(ranks, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "script.py"]
+    done = run(*(preload.forked(*command) if ranks == 1 else
+                 [HVDTRAIN, "launch", "-np", "2", "--", *command]), cwd=tmp_path,
+               **preload.environment())
+    assert done.returncode == 2, done.stderr
+    told = "hvdtrain: train: the data set is empty; at least one sample is needed."
+    assert done.stderr.count(told) == ranks, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "background loop" not in done.stderr
+
+
+def test_shutdown_takes_the_guard_of_a_script_away(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import sys\nimport hvdtrain\nhvdtrain.init()\n"
+        "assert sys.excepthook is not sys.__excepthook__\nhvdtrain.shutdown()\n"
+        "assert sys.excepthook is sys.__excepthook__\n")
+    done = run(*preload.forked(sys.executable, "script.py"), cwd=tmp_path, **preload.environment())
+    assert done.returncode == 0, done.stderr
+
+
+def test_more_ranks_than_cores_are_told_and_give_way_to_each_other(tmp_path):
+    """As `horovodrun -np 2` on one core, all of which a rank that waits would take."""
+    (tmp_path / "script.py").write_text(
+        "import os\nimport hvdtrain\nsession = hvdtrain.init()\n"
+        "print('devices:', session.devices, os.environ['OMPI_MCA_mpi_yield_when_idle'])\n"
+        "session.collective.barrier()\n")
+    core = str(min(os.sched_getaffinity(0)))
+    done = run("env", "-u", "OMPI_MCA_mpi_yield_when_idle", "taskset", "-c", core, BIN / "mpirun",
+               "--bind-to", "none", "--oversubscribe", "-np", "2",
+               *preload.forked(sys.executable, "script.py"), cwd=tmp_path, **preload.environment())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("devices: CPU, 1 CPU thread; 2 ranks share 1 core, so they wait for "
+                             "each other 1\n") == 2, done.stdout
+
+
+def test_a_rank_that_mpirun_has_bound_to_one_core_of_many_knows(tmp_path):
+    cores = len(os.sched_getaffinity(0))
+    if cores == 1:
+        pytest.skip("this machine has one core")
+    program = ("from hvdtrain.train.devices import starter_cores, usable_cores; "
+               "print('cores:', usable_cores(), starter_cores())")
+    done = run(BIN / "mpirun", "-np", "1", sys.executable, "-c", program)
+    assert f"cores: 1 {cores}\n" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_fewer_samples_than_ranks_is_told_once_by_the_launcher(job, tmp_path):
     np.savez(tmp_path / "one.npz", x=np.zeros((1, 64), "f4"), y=np.zeros(1))
@@ -203,7 +279,7 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good_checkpoint(job, tmp_path)
     np.savez(tmp_path / "d.npz", x=x, y=x)
     second = fork("launch", "-np", "2", "fit", job, "-o", "out", "--resume",
                  "--epochs", "2", cwd=tmp_path)
-    assert second.returncode == 2
+    assert second.returncode == 5
     assert "since step 6, first on rank 1" in second.stderr
     assert "Traceback" not in second.stderr
     assert os.listdir(tmp_path / "out/checkpoints") == ["epoch-00001.keras"]
@@ -220,7 +296,7 @@ def test_a_full_disk_ends_the_job_with_a_message_and_whole_files(job, tmp_path):
     try:
         done = fork("launch", "-np", "2", "fit", job, "-o", disk, "--epochs", "4",
                    "--keep-checkpoints", "4", "--no-tensorboard")
-        assert done.returncode == 2, done.stderr
+        assert done.returncode == 8, done.stderr
         assert "could not be written" in done.stderr
         assert "Traceback" not in done.stderr
         left = sorted(os.listdir(disk / "checkpoints"))
@@ -294,7 +370,7 @@ def test_a_slurm_step_with_an_mpi_collective_is_refused(job, tmp_path, pmi):
             "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2",
             "SLURM_NTASKS": "2", "SLURMD_NODENAME": "localhost", **pmi}
     done = run(HVDTRAIN, "fit", job, "--collective", "horovod-mpi", "-o", tmp_path / "o", **step)
-    assert done.returncode == 2
+    assert done.returncode == 7
     assert "needs ranks that were started by an MPI, but slurm started these" in done.stderr
     assert not (tmp_path / "o").exists()
 

@@ -352,6 +352,44 @@ def test_an_error_on_the_chief_reaches_every_rank(rank_session):
     assert on_chief(rank_session.collective, lambda: 7) == 7
 
 
+@TWO
+def test_any_error_on_the_chief_reaches_every_rank(rank_session):
+    from hvdtrain.errors import ChiefFailedError
+    from hvdtrain.runtime.guard import exit_code_of
+    from hvdtrain.train.chief import on_chief
+
+    def fails():
+        raise MemoryError("no memory")
+    kind = MemoryError if rank_session.world.rank == 0 else ChiefFailedError
+    with pytest.raises(kind, match="no memory") as caught:
+        on_chief(rank_session.collective, fails)
+    assert exit_code_of(caught.value) == (1 if rank_session.world.rank == 0 else 7)
+    assert on_chief(rank_session.collective, lambda: 7) == 7
+
+
+@TWO
+@pytest.mark.parametrize("where", ["metrics.jsonl", "tensorboard"])
+def test_figures_that_the_chief_cannot_write_end_every_rank(where, rank_session, tmp_path_factory):
+    import keras
+
+    import hvdtrain
+    from hvdtrain.config import TrainConfig
+    from hvdtrain.errors import NotWrittenError
+    folder = tmp_path_factory.mktemp("figures") if rank_session.world.rank == 0 else None
+    folder = rank_session.collective.gather_objects(folder)[0]
+    if rank_session.world.rank == 0:
+        if where == "tensorboard":
+            (folder / where).write_text("a file where a folder is needed")
+        else:
+            (folder / where / "in the way").mkdir(parents=True)
+    rank_session.collective.barrier()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    with pytest.raises(NotWrittenError, match=f"{where} could not be written"):
+        hvdtrain.fit(model, (np.ones((8, 2), "f4"), np.ones((8, 1), "f4")), config=TrainConfig(
+            output=folder, resume=True))
+
+
 class Counting:
     """A collective that counts what is asked of it; eagerly, each call is one."""
 

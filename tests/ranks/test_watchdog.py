@@ -59,6 +59,12 @@ class Fault(keras.callbacks.Callback):
             Path("fault").write_text(str(time.time()))
             if FAULT == "hang":
                 read_a_bad_disk()
+            if FAULT == "sys.exit":
+                sys.exit()
+            if FAULT == "os._exit":
+                os._exit(0)
+        if (RANK, self.epoch, batch) == (0, 1, 3) and "exit" in FAULT:
+            time.sleep(60)
 
     def on_train_end(self, logs=None):
         print("steps", int(self.model.optimizer.iterations), file=sys.stderr, flush=True)
@@ -90,14 +96,21 @@ def job():
         name="job", model=model, data=data,
         callbacks=lambda: [Fault(), Ask()] if FAULT == "ask" else [Fault()],
         config=hvdtrain.TrainConfig(batch_per_rank=8, epochs=3, tensorboard=False))
+
+
+if __name__ == "__main__":
+    hvdtrain.init()
+    network = model()
+    hvdtrain.DistributedOptimizer(network.optimizer)
+    hvdtrain.fit(network, data().train, config=job().config, callbacks=[Fault()])
 """
 
 
-def start(folder, fault, *options):
+def start(folder, fault, *options, command=("fit", "job.py")):
     (folder / "job.py").write_text(JOB)
     (folder / "fault").unlink(missing_ok=True)
     return subprocess.Popen(
-        [str(Path(sys.executable).with_name("hvdtrain")), "launch", "-np", "2", "fit", "job.py",
+        [str(Path(sys.executable).with_name("hvdtrain")), "launch", "-np", "2", *command,
          *map(str, options)],
         cwd=folder, env={**os.environ, **preload.environment(), "FAULT": fault}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -115,8 +128,8 @@ def finish(process):
     return process.returncode, out, err
 
 
-def run(folder, fault, *options):
-    return finish(start(folder, fault, *options))
+def run(folder, fault, *options, **kwargs):
+    return finish(start(folder, fault, *options, **kwargs))
 
 
 @pytest.mark.slow
@@ -153,6 +166,23 @@ def stack_of_main_thread(err, rank):
     found = re.findall(r"^(?:Thread|Current thread) .*\n((?:  .*\n)+)", mine, re.MULTILINE)
     assert found, err
     return found[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "command", "told"), [
+    ("sys.exit", ("fit", "job.py"), "exit code 1, LeftEarlyError: This rank was about to leave"),
+    ("sys.exit", ("--", sys.executable, "job.py"),
+     "exit code 1, LeftEarlyError: This rank was about to leave"),
+    ("os._exit", ("fit", "job.py"), "left early with code 0"),
+], ids=["fit", "script", "unseen"])
+def test_a_rank_that_leaves_early_with_0_ends_the_run_and_is_named(tmp_path, fault, command, told):
+    """While the other is in code of its own, which no end of a connection interrupts."""
+    code, _, err = run(tmp_path, fault, command=command)
+    seconds = time.time() - float((tmp_path / "fault").read_text())
+    assert code == 1, err
+    assert seconds < 15.0, err
+    assert re.search(r"^hvdtrain launch: rank 1 on localhost failed \d+\.\d s after the start: "
+                     + re.escape(told), err, re.MULTILINE), err
 
 
 @pytest.mark.slow

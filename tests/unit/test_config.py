@@ -1,10 +1,16 @@
+import dataclasses
+import typing
 from pathlib import Path
 
 import pytest
 
+from hvdtrain.bench.options import CompareOptions
 from hvdtrain.config import TrainConfig, config_from_json, config_to_json
 from hvdtrain.engine_config import PsConfig, TfConfig
 from hvdtrain.errors import ConfigError
+from hvdtrain.job import CompileConfig, Job
+from hvdtrain.launch.options import LaunchOptions
+from hvdtrain.run import with_default_output
 from hvdtrain.settings import from_mapping, refuse_differences, replace
 
 
@@ -38,11 +44,34 @@ def test_unknown_keys_are_refused_with_the_valid_ones():
     ({"predivide": 0}, "predivide must be above 0"),
     ({"predivide": 4, "compression": "topk"}, "predivide=4 has no meaning"),
     ({"resume": True, "output": "a", "overwrite": True}, "exclude each other"),
-    ({"resume": True}, "resume needs the output folder"),
+    ({"ps": {"start_timeout_s": 5}}, "ps must be PsConfig"),
 ])
 def test_values_that_do_not_fit_are_named(values, message):
     with pytest.raises(ConfigError, match=message):
         from_mapping(TrainConfig, values, where="job.toml, [train]")
+
+
+def float_settings():
+    """Every setting that is a number with a fraction, whatever its dataclass."""
+    for cls, needed in ((TrainConfig, {}), (PsConfig, {}), (TfConfig, {}), (CompileConfig, {}),
+                        (LaunchOptions, {"command": ("true",)}), (CompareOptions, {"job": "j"})):
+        hints = typing.get_type_hints(cls)
+        yield from (pytest.param(cls, needed, field.name, id=f"{cls.__name__}.{field.name}")
+                    for field in dataclasses.fields(cls)
+                    if hints[field.name] is float or float in typing.get_args(hints[field.name]))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("cls", "needed", "name"), list(float_settings()))
+def test_what_is_no_finite_number_is_refused(cls, needed, name, value):
+    with pytest.raises(ConfigError, match=rf"{name} must be a finite number. Received: {name}="):
+        cls(**needed, **{name: value})
+
+
+def test_a_job_file_may_resume_since_fit_gives_it_an_output_folder():
+    config = from_mapping(TrainConfig, {"resume": True}, where="job.toml, [train]")
+    job = Job(name="digits", model=dict, data=dict, config=config)
+    assert with_default_output(job, {}).output == Path("runs/digits")
 
 
 def test_strings_become_paths_and_whole_numbers_pass_as_numbers():

@@ -15,6 +15,33 @@ def plan(local_rank=0, local_size=1, gpus=0, cores=8, starter="native", **enviro
                         environ=environ)
 
 
+@pytest.mark.parametrize(("ranks", "cores", "starter_cores", "note", "threads"), [
+    (4, 8, 0, "", 2),
+    (4, 8, 8, "", 2),
+    (2, 4, 8, "", 4),  # each of two ranks has half of the cores of its own
+    (4, 8, 16, "", 4),  # bound to one of two packages, with another rank
+    (1, 1, 8, "; bound to 1 of 8 cores: give mpirun --bind-to none", 1),
+    (2, 1, 8, "; bound to 1 of 8 cores: give mpirun --bind-to none", 1),
+    (2, 1, 2, "", 1),
+    (4, 2, 0, "; 4 ranks share 2 cores, so they wait for each other", 1),
+    (4, 2, 2, "; 4 ranks share 2 cores, so they wait for each other", 1),
+    (2, 1, 1, "; 2 ranks share 1 core, so they wait for each other", 1),
+    (8, 1, 8, "", 1),
+])
+def test_few_cores_for_a_rank_are_told(ranks, cores, starter_cores, note, threads):
+    found = plan_devices(world(0, ranks, "openmpi"), visible_gpus=0, cores=cores, environ={},
+                         starter_cores=starter_cores)
+    assert str(found) == f"CPU, {threads} CPU thread{'s' if threads > 1 else ''}{note}"
+    assert found.crowded == ("share" in note)
+
+
+def test_cores_of_a_task_of_slurm_are_not_those_of_all_tasks():
+    assert plan(0, 4, cores=1, starter="slurm", SLURM_CPUS_ON_NODE="4").note == ""
+    assert plan(0, 2, cores=1, starter="slurm", SLURM_CPUS_ON_NODE="8").note == (
+        "bound to 1 of 8 cores: give sbatch and srun --cpus-per-task")
+    assert plan(0, 4, cores=2, starter="slurm").note.startswith("4 ranks share 2 cores")
+
+
 def test_each_local_rank_gets_its_gpu():
     assert [plan(r, 4, gpus=4).gpu for r in range(4)] == [0, 1, 2, 3]
 

@@ -41,6 +41,15 @@ def test_parse_hostfile_names_file_and_line_of_a_bad_line(text: str, line: int, 
     assert found in str(caught.value)
 
 
+@pytest.mark.parametrize("slots", ["0", "00", "-1", "1.5", "+1", "1e3", "", "x", " ", "0x2"])
+def test_slots_that_are_no_number_of_ranks_are_refused(slots: str) -> None:
+    with pytest.raises(ConfigError, match="at least one slot each"):
+        parse_hosts(f"b:1,a:{slots}")
+    for line in (f"a:{slots}", f"a slots={slots}"):
+        with pytest.raises(ConfigError, match="line 1"):
+            parse_hostfile(line, "f")
+
+
 def test_parse_hostfile_refuses_a_file_without_hosts() -> None:
     with pytest.raises(ConfigError, match=r"hosts\.txt names no host"):
         parse_hostfile("# nothing\n\n", "hosts.txt")

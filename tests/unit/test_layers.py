@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 
 #: layer -> its modules; a module may import its own layer and those in ALLOWED.
 LAYERS = {
-    "base": ("cache", "errors", "log", "optional"),
+    "base": ("cache", "errors", "log", "optional", "whole_file"),
     "facts": ("config", "engine_config", "settings", "hosts", "world", "job", "horovod_check"),
     "preload": ("preload",),
     "driver": ("launch", "submit"),

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from hvdtrain.doctor.finding import ALL_HOSTS, Finding, failed, not_applicable, ok, warning
 from hvdtrain.doctor.judge.view import HostView
-from hvdtrain.errors import LaunchError
+from hvdtrain.errors import EXIT_NOT_STARTED, LaunchError
 from hvdtrain.launch.link import HostFacts as LinkFacts
 from hvdtrain.launch.network import choose_interface
 from hvdtrain.launch.remote_shell import RemoteOptions
 
 _CLOCK_WARNING_S, _CLOCK_FAILED_S = 1.0, 60.0
-_EXIT_NO_PROGRAM = 127
 _NO_WAY = ("Invalid argument", "unreachable", "No route")
 """What the routing table of a host says, not the firewall of another."""
 #: What ssh says -> what repairs it; `{port}` is `-p N ` or nothing.
@@ -57,7 +56,7 @@ def unreached(host: str, code: int | None, words: str, remote: RemoteOptions | N
     if remote is None:
         return failed("probe", host, words, expected="an answer of the probe on this host",
                       fix="hvdtrain doctor   (again; if it stays so, the host is overloaded)")
-    if code == _EXIT_NO_PROGRAM and "cannot be started" not in words:
+    if code == EXIT_NOT_STARTED and "cannot be started" not in words:
         return failed("python", host, words,
                       expected="this Python at the same path: a shared file system, or the same "
                                "installation on every host",

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-EXIT_NOT_FOUND = 127
-EXIT_LIMIT = 124
+from hvdtrain.errors import EXIT_NOT_STARTED, EXIT_TIME_OVER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ def ask(argv: Sequence[str], *, limit_s: float) -> Said:
                                    stderr=subprocess.PIPE, text=True, errors="replace",
                                    start_new_session=True)
     except OSError as error:
-        return Said(code=EXIT_NOT_FOUND, err=str(error))
+        return Said(code=EXIT_NOT_STARTED, err=str(error))
     try:
         out, err = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -47,5 +46,5 @@ def ask(argv: Sequence[str], *, limit_s: float) -> Said:
             os.killpg(process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # one in an uninterruptible wait stays
             process.communicate(timeout=1.0)
-        return Said(code=EXIT_LIMIT, err=f"no answer in {limit_s:g} s")
+        return Said(code=EXIT_TIME_OVER, err=f"no answer in {limit_s:g} s")
     return Said(code=process.returncode, out=out, err=err)

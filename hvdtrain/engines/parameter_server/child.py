@@ -14,7 +14,7 @@ from hvdtrain import log
 from hvdtrain.config import TrainConfig
 from hvdtrain.engines.parameter_server.hang import HangWatch
 from hvdtrain.engines.parameter_server.roles import Assignment
-from hvdtrain.engines.parameter_server.supervisor import EXIT_PARAMETERS_LOST
+from hvdtrain.errors import EXIT_PARAMETERS_LOST, EXIT_RUN_FAILED
 from hvdtrain.job import Job
 from hvdtrain.optional import require
 from hvdtrain.runtime.guard import Guard
@@ -40,7 +40,7 @@ def end_with_parent() -> None:
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent or parent == 1:
-        os._exit(1)
+        os._exit(EXIT_RUN_FAILED)
 
 
 def run_child(assignment: Assignment, job: Job, config: TrainConfig, guarded: Guard, *,

@@ -10,6 +10,7 @@ import os
 import random
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -71,11 +72,12 @@ def supervise_role(config: TrainConfig, world: World, environ: Mapping[str, str]
                        timeout_s=config.ps.start_timeout_s)
     hosts = [world.host] * world.size
     if not apart:
-        own = _own_address(role, addresses, world, environ)
         names = [_name(r, n) for n, r in enumerate(roles)]
-        mine = json.dumps([world.host, own, settings_of(config)])
-        texts = exchange(store, world, "address", mine, who=names,
-                         timeout_s=config.ps.start_timeout_s)
+        with ExitStack() as held:
+            own = _own_address(role, addresses, world, environ, held)
+            mine = json.dumps([world.host, own, settings_of(config)])
+            texts = exchange(store, world, "address", mine, who=names,
+                             timeout_s=config.ps.start_timeout_s)
         told = [json.loads(text) for text in texts]
         refuse_differences([settings for *_, settings in told], names)
         hosts = [host for host, *_ in told]
@@ -93,21 +95,23 @@ def _name(role: Role, rank: int) -> str:
 
 
 def _own_address(role: Role, addresses: Mapping[str, Sequence[str]], world: World,
-                 environ: Mapping[str, str]) -> str:
+                 environ: Mapping[str, str], held: ExitStack) -> str:
+    """Its address; a port that is chosen here is held until all roles have chosen theirs."""
     if addresses:
         return addresses[role.kind][role.index]
-    return f"{own_addresses(world, environ)[0]}:{_free_port()}"
+    port = held.enter_context(_free_port()).getsockname()[1]
+    return f"{own_addresses(world, environ)[0]}:{port}"
 
 
-def _free_port() -> int:
+def _free_port() -> socket.socket:
     for _ in range(200):
-        port = random.randint(_FIRST_PORT, _LAST_PORT)  # noqa: S311 - no secret
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
+        holder = socket.socket()
+        try:
+            holder.bind(("", random.randint(_FIRST_PORT, _LAST_PORT)))  # noqa: S311 - no secret
+        except OSError:
+            holder.close()
+            continue
+        return holder
     raise WorldError(f"No free port from {_FIRST_PORT} to {_LAST_PORT} was found in 200 tries. Are "
                      "other jobs left over on this host?")
 

@@ -24,7 +24,13 @@ from dataclasses import replace
 from hvdtrain.engine_config import PsConfig
 from hvdtrain.engines.parameter_server.health import Health
 from hvdtrain.engines.parameter_server.roles import Assignment
-from hvdtrain.errors import EXIT_RUN_FAILED, EXIT_STOPPED, HvdtrainError, WorldError
+from hvdtrain.errors import (
+    EXIT_PARAMETERS_LOST,
+    EXIT_RUN_FAILED,
+    EXIT_STOPPED,
+    HvdtrainError,
+    WorldError,
+)
 from hvdtrain.log import get_logger
 from hvdtrain.preload.client import Process, start_program
 from hvdtrain.runtime.stop import StopFlag
@@ -33,8 +39,6 @@ from hvdtrain.world.failure import signal_name
 
 ASSIGNMENT_VARIABLE = "HVDTRAIN_PS_ASSIGNMENT"
 """Holds an `Assignment` as JSON, in the environment of the process of a role."""
-EXIT_PARAMETERS_LOST = 86
-"""With which the chief's process asks to be started again: a server was lost."""
 
 _NOT_INHERITED = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "MPI_LOCAL", "HOROVOD_", "TF_CONFIG")
 """The child is no rank of a starter."""
@@ -104,8 +108,7 @@ class Supervisor:
                 return self._follow(*done)
             if self._health.is_frozen(self._child.pid):
                 self._say(f"has not answered for {self._hang_s / 2:.0f} s; killed")
-                self._child.kill()
-                self._child.wait()
+                self._kill_child()
             time.sleep(_POLL_S)
 
     def _start(self) -> Process:
@@ -214,8 +217,12 @@ class Supervisor:
         try:
             self._child.wait(limit_s)
         except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
+            self._kill_child()
+
+    def _kill_child(self) -> None:
+        self._child.kill()
+        with suppress(subprocess.TimeoutExpired):  # in an uninterruptible wait, as for a device
+            self._child.wait(_END_S)
 
     def _close_input(self) -> None:
         if self._child.stdin is not None:

@@ -22,7 +22,7 @@ from hvdtrain.engines.parameter_server.asynchronous import Asynchronous, Machine
 from hvdtrain.engines.parameter_server.closures import InFlight
 from hvdtrain.engines.parameter_server.parameters import Array
 from hvdtrain.engines.parameter_server.synchronous import Synchronous
-from hvdtrain.errors import TrainingError
+from hvdtrain.errors import NotFiniteError, TrainingError
 from hvdtrain.log import get_logger
 from hvdtrain.optim import keras_seam
 from hvdtrain.optim.state import digests
@@ -77,7 +77,7 @@ class Trainer:
             Figures per epoch.
 
         Raises:
-            TrainingError: A loss is not finite.
+            NotFiniteError: A loss is not finite.
             StoppedError: This process was told to stop; all is saved.
         """
         run, model = self._run, self._run.model
@@ -149,7 +149,7 @@ class Trainer:
         self._run.progress.advance(self._epoch * self._run.plan.shards.steps + done)
         self._gained = self._gained + gained
         if self._config.stop_on_nan and not np.isfinite(gained).all():
-            raise TrainingError(
+            raise NotFiniteError(
                 f"The loss, or a metric, is not finite between steps {self._told + 1} and {done} "
                 f"of epoch {self._epoch + 1}. Lower the learning rate, clip gradients "
                 "(global_clipnorm), or look at the data. --no-stop-on-nan goes on regardless.")
@@ -224,7 +224,7 @@ class Trainer:
         if self._config.stop_on_nan:
             for variable in self._m.parameters.parts.trained:
                 if not np.isfinite(np.asarray(variable.numpy(), np.float64).sum()):
-                    raise TrainingError(
+                    raise NotFiniteError(
                         f"{variable.path} is not finite at the end of epoch {self._epoch + 1}. "
                         "Look for inputs that are not finite, lower the learning rate, or clip "
                         "gradients (global_clipnorm). --no-stop-on-nan goes on regardless.")

@@ -12,7 +12,7 @@ import numpy as np
 
 from hvdtrain.collectives.single import SingleCollective
 from hvdtrain.engines.tf_distribute import replicas
-from hvdtrain.errors import TrainingError
+from hvdtrain.errors import NotFiniteError
 from hvdtrain.optim import keras_seam
 from hvdtrain.train.callbacks.coordinator import Coordinator
 from hvdtrain.train.callbacks.saver import METRICS, CheckpointSaver
@@ -47,7 +47,7 @@ class StrategyCoordinator(Coordinator):
             return
         loss = next((m for m in self.model.metrics if m.name == "loss"), None)
         if loss is not None and not np.isfinite(float(loss.result())):
-            raise TrainingError(
+            raise NotFiniteError(
                 "The loss is not finite (NaN or infinity), seen after step "
                 f"{keras_seam.steps_done(self.model.optimizer)}. Training was stopped before "
                 "anything was saved: checkpoints that were written are from before. Look at the "

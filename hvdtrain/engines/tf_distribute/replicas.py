@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
-from hvdtrain.errors import TrainingError
+from hvdtrain.errors import RanksDifferError
 from hvdtrain.optim import state
 
 Array = np.ndarray[Any, Any]
@@ -65,13 +65,13 @@ def check_replicas_equal(strategy: Any, variables: list[Any], *, when: str) -> N
         when: String for the message, e.g. `"after step 1"`.
 
     Raises:
-        TrainingError: Naming the replica and the first variable that differs.
+        RanksDifferError: Naming the replica and the first variable that differs.
     """
     for variable in variables:
         first, *others = local_values(strategy, variable)
         for number, other in enumerate(others, start=1):
             if first.tobytes() != other.tobytes():
-                raise TrainingError(
+                raise RanksDifferError(
                     f"The replicas of this process no longer hold the same weights {when}: "
                     f"replica {number} differs from replica 0, first in `{variable.path}`. "
                     "Something updates weights within a replica (a custom train_step or layer "

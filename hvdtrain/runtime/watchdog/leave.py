@@ -7,18 +7,15 @@ import os
 import sys
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
-from hvdtrain.errors import EXIT_RUN_FAILED
+from hvdtrain.errors import EXIT_COLLECTIVE, EXIT_TIME_OVER
 from hvdtrain.log import rank_prefix
 from hvdtrain.runtime.descendants import kill_descendants
+from hvdtrain.runtime.guard import silence
 from hvdtrain.runtime.watchdog.judge import Verdict
 from hvdtrain.world.failure import FailureRecord
-
-EXIT_HANG = 124
-"""As of `timeout` and of `hvdtrain launch --timeout`: the time is over."""
 
 _ERRORS = {"deadlock": "Deadlock", "silent": "RankSilent", "lost": "RankLost"}
 _MESSAGE_CHARS = 300
@@ -44,20 +41,14 @@ def leave(verdict: Verdict, me: Identity) -> NoReturn:
     saying = threading.Thread(target=_say, args=(verdict, me), daemon=True)
     saying.start()
     saying.join(_SAY_LIMIT_S)
-    _silence()
+    silence()
     time.sleep(_CAUSE_WAIT_S if me.rank in verdict.causes else _OTHERS_WAIT_S)
     kill_descendants()
     os._exit(_code(verdict))
 
 
-def _silence() -> None:
-    """What else this rank would print is a consequence: its collective fails as others leave."""
-    with suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-
 def _code(verdict: Verdict) -> int:
-    return EXIT_RUN_FAILED if verdict.kind == "lost" else EXIT_HANG
+    return EXIT_COLLECTIVE if verdict.kind == "lost" else EXIT_TIME_OVER
 
 
 def _say(verdict: Verdict, me: Identity) -> None:

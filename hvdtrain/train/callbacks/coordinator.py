@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
-from hvdtrain.errors import EXIT_STOPPED, TrainingError
+from hvdtrain.errors import EXIT_STOPPED, NotFiniteError, TrainingError
 from hvdtrain.optim import keras_seam, state
 from hvdtrain.optim.distributed import state_of
 from hvdtrain.runtime.progress import Progress
@@ -247,7 +247,7 @@ class Coordinator(keras.callbacks.Callback):
 
     def _raise_nan(self, step: int, ranks: list[int]) -> None:
         named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        raise TrainingError(
+        raise NotFiniteError(
             f"The loss is not finite (NaN or infinity) since step {step}, first on {named}. "
             "Training was stopped before anything was saved: checkpoints that were written are "
             "from before. Look at that rank's data, lower the learning rate, or add clipping "
@@ -257,7 +257,7 @@ class Coordinator(keras.callbacks.Callback):
         bad = next((name for name, value in figures.items()
                     if name.endswith("loss") and not np.all(np.isfinite(value))), None)
         if self._stop_on_nan and bad is not None:
-            raise TrainingError(
+            raise NotFiniteError(
                 f"The {bad} of epoch {epoch + 1} is not finite ({figures[bad]}). Training was "
                 "stopped before anything was saved: checkpoints that were written are from before.")
 

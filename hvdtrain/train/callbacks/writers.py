@@ -8,13 +8,18 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 
-from hvdtrain.errors import CheckpointError
+from hvdtrain.collectives.base import Collective
+from hvdtrain.runtime.progress import Progress
 from hvdtrain.train.callbacks.saver import CheckpointSaver, SaveTimes
+from hvdtrain.train.checkpoint_file import not_written
+from hvdtrain.train.chief import on_chief
+from hvdtrain.whole_file import whole_file
 
 
 class CheckpointWriter(keras.callbacks.Callback):
@@ -49,8 +54,66 @@ class CheckpointWriter(keras.callbacks.Callback):
             self._times.begin(done * self._steps)
 
 
-class MetricsWriter(keras.callbacks.Callback):
-    """Appends one JSON object per epoch to `metrics.jsonl`. The chief only.
+class ChiefFile(Protocol):
+    """A file of figures, of which the chief alone has one open."""
+
+    def begin(self) -> None:
+        """Make it ready. May fail."""
+    def epoch_begins(self) -> None:
+        """Note the time."""
+    def write(self, epoch: int, figures: dict[str, Any]) -> None:
+        """Add the figures of an epoch. May fail."""
+    def close(self) -> None:
+        """After the last epoch. May fail."""
+
+
+class ChiefFiles(keras.callbacks.Callback):
+    """Lets the chief write files of figures. On every rank: all hear of a failure.
+
+    Args:
+        files: What is written, on the chief.
+        collective: The collective of the run.
+        progress: Of this rank, for the watchdog: all ranks wait while the chief writes.
+    """
+
+    def __init__(self, files: Sequence[ChiefFile], collective: Collective,
+                 progress: Progress) -> None:
+        super().__init__()
+        self._files = files
+        self._collective = collective
+        self._progress = progress
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Make the files ready."""
+        del logs
+        self._on_chief(lambda file: file.begin())
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Start the clock."""
+        del epoch, logs
+        for file in self._files:
+            file.epoch_begins()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Write the figures."""
+        self._on_chief(lambda file: file.write(epoch, dict(logs or {})))
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Close the files."""
+        del logs
+        self._on_chief(lambda file: file.close())
+
+    def _on_chief(self, act: Callable[[ChiefFile], None]) -> None:
+        def work() -> None:
+            for file in self._files:
+                act(file)
+
+        with self._progress.phase("writing the figures"):
+            on_chief(self._collective, work)
+
+
+class MetricsFile:
+    """`metrics.jsonl`, with one JSON object per epoch.
 
     Args:
         path: Path of the file.
@@ -62,35 +125,43 @@ class MetricsWriter(keras.callbacks.Callback):
 
     def __init__(self, path: Path, *, first_epoch: int, samples_per_epoch: int,
                  done_before: int = 0) -> None:
-        super().__init__()
         self._path = path
+        self._first_epoch = first_epoch
         self._samples = samples_per_epoch
         self._done_before = done_before
         self._began = 0.0
-        kept = [line for line in (path.read_text().splitlines() if path.is_file() else [])
-                if _epoch_of(line) <= first_epoch]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(line + "\n" for line in kept))
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def begin(self) -> None:
+        """Remove the lines of epochs that are done anew."""
+        path = self._path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = path.read_text().splitlines() if path.is_file() else []
+            with whole_file(path) as temporary:
+                temporary.write_text("".join(
+                    f"{line}\n" for line in lines if _epoch_of(line) <= self._first_epoch))
+        except OSError as error:
+            raise not_written(path, error) from error
+
+    def epoch_begins(self) -> None:
         """Start the clock."""
-        del epoch, logs
         self._began = time.perf_counter()
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Write the line."""
+    def write(self, epoch: int, figures: dict[str, Any]) -> None:
+        """Add the line of an epoch."""
         seconds = time.perf_counter() - self._began
         samples, self._done_before = max(0, self._samples - self._done_before), 0
-        line = {"epoch": epoch + 1, **{k: float(v) for k, v in (logs or {}).items()},
+        line = {"epoch": epoch + 1, **{k: float(v) for k, v in figures.items()},
                 "samples": samples, "seconds": round(seconds, 4),
                 "samples_per_s": round(samples / seconds, 2), "time_s": round(time.time(), 4)}
         try:
             with self._path.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")
         except OSError as error:
-            raise CheckpointError(
-                f"{self._path} could not be written: {error.strerror or error}. Free space on "
-                "the disk, then go on with --resume.") from error
+            raise not_written(self._path, error) from error
+
+    def close(self) -> None:
+        """Each line was closed when it was written."""
 
 
 def _epoch_of(line: str) -> float:
@@ -99,33 +170,44 @@ def _epoch_of(line: str) -> float:
     return float("inf")
 
 
-class TensorBoardWriter(keras.callbacks.Callback):
-    """Writes each epoch's figures as TensorBoard scalars. The chief only.
+class TensorBoardLog:
+    """Each epoch's figures as TensorBoard scalars.
 
     (Keras' own callback overrides `on_train_batch_end`, which costs a copy of the metrics from
     the device after every batch.)
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__()
         self._folder = folder
         self._writer: Any = None
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def begin(self) -> None:
         """Open the log."""
-        del logs
         import tensorflow as tf
-        self._writer = tf.summary.create_file_writer(str(self._folder))
+        with self._written():
+            self._writer = tf.summary.create_file_writer(str(self._folder))
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Write the figures."""
+    def epoch_begins(self) -> None:
+        """Nothing of an epoch's beginning is in the log."""
+
+    def write(self, epoch: int, figures: dict[str, Any]) -> None:
+        """Add the figures of an epoch."""
         import tensorflow as tf
-        with self._writer.as_default(step=epoch + 1):
-            for name, value in (logs or {}).items():
-                tf.summary.scalar(name, value)
-        self._writer.flush()
+        with self._written():
+            with self._writer.as_default(step=epoch + 1):
+                for name, value in figures.items():
+                    tf.summary.scalar(name, value)
+            self._writer.flush()
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def close(self) -> None:
         """Close the log."""
-        del logs
-        self._writer.close()
+        with self._written():
+            self._writer.close()
+
+    @contextlib.contextmanager
+    def _written(self) -> Iterator[None]:
+        import tensorflow as tf
+        try:
+            yield
+        except tf.errors.OpError as error:
+            raise not_written(self._folder, error) from error

@@ -10,6 +10,7 @@ import pytest
 
 from hvdtrain.build_horovod.cuda import Cuda, Nccl
 from hvdtrain.build_horovod.gpu_source import STREAM_EDITS, edit_gpu_source, gpu_edits
+from hvdtrain.build_horovod.runner_source import RUNNER_EDITS
 from hvdtrain.build_horovod.source import (
     SDIST_NAME,
     Edit,
@@ -79,7 +80,7 @@ def test_without_gloo_its_files_are_left_alone(source: Path) -> None:
 
 
 @pytest.mark.parametrize("edit", [
-    *common_edits(["$ORIGIN"], gloo=True), *STREAM_EDITS,
+    *common_edits(["$ORIGIN"], gloo=True), *STREAM_EDITS, *RUNNER_EDITS,
 ], ids=lambda edit: edit.name)
 def test_edit_refuses_a_foreign_source(tmp_path: Path, edit: Edit) -> None:
     path = tmp_path / edit.file
@@ -133,7 +134,7 @@ def test_gpu_edits_with_nvcc(source: Path) -> None:
 
 
 def test_edits_have_names_and_reasons() -> None:
-    edits = [*common_edits(["$ORIGIN"], gloo=True), *gpu_edits(_cuda(None))]
+    edits = [*common_edits(["$ORIGIN"], gloo=True), *gpu_edits(_cuda(None)), *RUNNER_EDITS]
     assert len({edit.name for edit in edits}) == len(edits)
     assert all(edit.reason for edit in edits)
 

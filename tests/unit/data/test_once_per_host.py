@@ -130,3 +130,12 @@ def test_what_cannot_be_written_is_named(tmp_path):
 def test_other_errors_keep_their_type(tmp_path):
     with pytest.raises(ZeroDivisionError):
         once_per_host(tmp_path / "result", lambda path: 1 / 0)
+
+
+def test_what_another_host_is_making_of_it_is_left_alone(tmp_path):
+    """Where locks end at the host, as on Lustre with `localflock`."""
+    elsewhere = tmp_path / f".result.tmp-elsewhere-1-{os.getpid()}"
+    elsewhere.write_text("half")
+    assert once_per_host(tmp_path / "result", lambda path: path.write_text("whole")).read_text() \
+        == "whole"
+    assert elsewhere.read_text() == "half"

@@ -6,7 +6,9 @@ import threading
 
 import pytest
 
+from hvdtrain.config import TrainConfig
 from hvdtrain.engine_config import PsConfig
+from hvdtrain.engines.parameter_server import rank
 from hvdtrain.engines.parameter_server.health import greets, is_stopped
 from hvdtrain.engines.parameter_server.rank import _devices, _threads
 from hvdtrain.engines.parameter_server.roles import (
@@ -16,11 +18,49 @@ from hvdtrain.engines.parameter_server.roles import (
     tf_config_roles,
 )
 from hvdtrain.errors import ConfigError, WorldError
+from hvdtrain.runtime.stop import StopFlag
 from hvdtrain.world.detect import detect_world
+from hvdtrain.world.rendezvous import gloo_variables, listen, serve
 
 
 def names(size, **settings):
     return [str(role) for role in plan_roles(size, PsConfig(**settings))]
+
+
+def test_roles_of_one_host_that_draw_one_port_get_two(monkeypatch, tmp_path):
+    """Each of them is told all addresses, by the rendezvous of a launcher."""
+    draws = {rank: iter([21000, 21001 + rank, 21010 + rank]) for rank in range(3)}
+    told = {}
+
+    class Told:
+        def __init__(self, assignment, *args, **kwargs):
+            told[assignment.rank] = assignment.cluster
+
+        def run(self):
+            return 0
+
+    def randint(low, high):
+        return next(draws[int(threading.current_thread().name)])
+    monkeypatch.setattr(rank.random, "randint", randint)
+    monkeypatch.setattr(rank, "Supervisor", Told)
+    server = serve(listen("127.0.0.1"), hosts=["localhost"], slots=[3])
+    environ = {"HOROVOD_SIZE": "3", "HOROVOD_LOCAL_SIZE": "3"} | gloo_variables(
+        address="127.0.0.1", port=server.port, interface="lo")
+    try:
+        threads = [threading.Thread(name=str(number), target=lambda world: rank.supervise_role(
+            TrainConfig(engine="ps"), world, environ, [], StopFlag(), dry_run=False), args=[
+                detect_world(environ | {"HOROVOD_RANK": str(number), "HOROVOD_LOCAL_RANK":
+                                        str(number)})]) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    finally:
+        server.close()
+    assert len(told) == 3
+    addresses = [address for some in told[0].values() for address in some]
+    assert len(addresses) == len(set(addresses)) == 3, told[0]
+    assert "127.0.0.1:21000" in addresses
 
 
 def test_the_chief_the_workers_the_servers_the_evaluator():

@@ -1,10 +1,16 @@
 """Finding mpirun, and telling its flavour from what it prints."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from hvdtrain.launch.facts import find_mpirun, gather_facts, read_version
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.facts import ask_mpirun, find_mpirun, gather_facts, read_version
+from hvdtrain.launch.options import LaunchOptions
+from hvdtrain.launch.plan import make_plan
+from hvdtrain.launch.starters import need_mpirun
+from tests.launch_facts import facts
 
 HYDRA_TEXT = """HYDRA build details:
     Version:                                 5.0.2
@@ -47,11 +53,38 @@ def test_the_mpirun_of_the_installation_comes_before_that_on_path(tmp_path: Path
     assert on_path.flavour == "mpich"
 
 
+def test_an_mpirun_that_does_not_answer_is_told(tmp_path: Path) -> None:
+    fake_mpirun(tmp_path / "venv", "\nmca_base_var_init failed\nmore", code=1)
+    found, problem = ask_mpirun(str(tmp_path / "venv"))
+    assert found is None
+    assert problem == (f"`{tmp_path}/venv/mpirun --version` ends with 1 and says: "
+                       "mca_base_var_init failed")
+    with pytest.raises(LaunchError, match="No mpirun can be used: .*mca_base_var_init failed"):
+        need_mpirun(facts(mpirun=None, mpirun_problem=problem))
+
+
+def test_mpirun_is_given_the_home_folder_without_which_open_mpi_5_does_not_start(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `env -i` and in some containers."""
+    monkeypatch.delenv("HOME")
+    here = gather_facts()
+    if here.mpirun is None and "there is no mpirun" in here.mpirun_problem:
+        pytest.skip(here.mpirun_problem)
+    assert here.mpirun is not None, here.mpirun_problem
+    options = LaunchOptions(command=("prog",), np=2, starter="mpirun")
+    assert make_plan(options, {}, here).env["HOME"] == here.home
+    assert "HOME" not in make_plan(options, {"HOME": "/h"}, here).env
+    elsewhere = LaunchOptions(command=("prog",), hosts="hosta:1,hostb:1", starter="mpirun")
+    assert "-x HOME" not in " ".join(make_plan(elsewhere, {}, here).argv)
+    asked = replace(elsewhere, env=("HOME=/shared",))
+    assert "-x HOME" in " ".join(make_plan(asked, {}, here).argv)
+
+
 def test_no_mpirun_is_none(tmp_path: Path) -> None:
     assert find_mpirun(str(tmp_path), str(tmp_path)) is None
 
 
 def test_gather_facts_answers_for_this_machine() -> None:
-    facts = gather_facts()
-    assert facts.cores >= 1
-    assert Path(facts.python).exists()
+    here = gather_facts()
+    assert here.cores >= 1
+    assert Path(here.python).exists()

@@ -15,6 +15,12 @@ SAID = [
                "(Segmentation fault).", SaidEnd(3, -11)),
     ("mpirun", "   Process name: [prterun-hosta-6@1,1]\n   Exit code:    7", SaidEnd(1, 7)),
     ("mpirun", "  Process name: [[62115,1],12]\n  Exit code:    3", SaidEnd(12, 3)),
+    ("mpirun", "prterun has exited due to process rank 1 with PID 7132 on node vm exiting\n"
+               "improperly. There are three reasons this could occur:",
+     SaidEnd(1, 1, "left early with code 0")),
+    ("mpirun", "prterun has exited due to process rank 0 with PID 0 on node hosta calling\n"
+               '"abort". This may have caused other processes in the application to be',
+     SaidEnd(0, 1, "called MPI_Abort")),
     ("horovodrun", "Process 1 exit with status code 7.", SaidEnd(1, 7)),
 ]
 

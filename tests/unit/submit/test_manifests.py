@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from hvdtrain.cli.main import app
 from hvdtrain.errors import ConfigError, LaunchError
-from hvdtrain.submit.command import RankCommand
+from hvdtrain.launch.rank_command import RankCommand
 from hvdtrain.submit.k8s_options import KubernetesOptions
 from hvdtrain.submit.manifests import escape, make_manifest
 from hvdtrain.submit.yaml_text import to_yaml

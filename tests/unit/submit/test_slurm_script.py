@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.submit.command import RankCommand
+from hvdtrain.launch.rank_command import RankCommand
 from hvdtrain.submit.slurm_options import SlurmOptions
 from hvdtrain.submit.slurm_script import directive, make_script, quote
 

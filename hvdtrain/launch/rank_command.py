@@ -1,14 +1,33 @@
-"""`RankCommand`: what each rank of a submitted job runs, from the words that were typed."""
+"""`RankCommand`: what each rank runs, from the words that were typed. Decided here alone."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain.errors import LaunchError
 
 RANK_COMMANDS = ("fit", "world")
+
+
+def own_words(argv: Sequence[str]) -> tuple[str, ...]:
+    """The words after `hvdtrain` in a command line that runs it; empty for any other program."""
+    words = list(argv)
+    if words and Path(words[0]).name == "hvdtrain":
+        return tuple(words[1:])
+    if "-m" in words[1:]:
+        at = words.index("-m", 1)
+        if words[at + 1:at + 2] == ["hvdtrain"] and all(w.startswith("-") for w in words[1:at]):
+            return tuple(words[at + 2:])
+    return ()
+
+
+def is_fit(argv: Sequence[str]) -> bool:
+    """Whether a command line is a training, which stops on request and says when it is done."""
+    words = own_words(argv)
+    return words[:1] == ("fit",) and not {"-h", "--help"} & set(words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +39,19 @@ class RankCommand:
     """A program is started as it is; an hvdtrain command by this or another hvdtrain."""
 
     @property
+    def argv(self) -> tuple[str, ...]:
+        """The command line with this hvdtrain."""
+        return self.words if self.is_program else (sys.executable, "-m", "hvdtrain", *self.words)
+
+    @property
+    def own_words(self) -> tuple[str, ...]:
+        """The words of an hvdtrain command, also of one that was given as a program."""
+        return own_words(self.argv)
+
+    @property
     def is_fit(self) -> bool:
         """Whether it is `hvdtrain fit`, which can resume."""
-        return not self.is_program and self.words[0] == "fit"
+        return self.own_words[:1] == ("fit",)
 
     @property
     def can_take_resume(self) -> bool:
@@ -32,14 +61,18 @@ class RankCommand:
     @property
     def name(self) -> str:
         """A short name for the job: that of the file or module."""
-        named = [word for word in self.words[1:] if not word.startswith("-")]
-        word = named[0] if named and not self.words[0].startswith("-") else self.words[0]
+        words = self.own_words or self.words
+        named = [word for word in words[1:] if not word.startswith("-")]
+        word = named[0] if named and not words[0].startswith("-") else words[0]
         return Path(word).stem or "job"
+
+    def with_words(self, *words: str) -> RankCommand:
+        """The same with more words at its end."""
+        return replace(self, words=(*self.words, *words))
 
     def without(self, word: str) -> RankCommand:
         """The same without one of its words."""
-        return RankCommand(words=tuple(w for w in self.words if w != word),
-                           is_program=self.is_program)
+        return replace(self, words=tuple(w for w in self.words if w != word))
 
 
 def split_command(words: Sequence[str], what: str) -> RankCommand:
