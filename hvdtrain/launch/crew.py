@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import selectors
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.errors import MachineError
 from hvdtrain.hosts import rank_variables
-from hvdtrain.launch.link import LEASE_S, AgentLink, StartProcess
-from hvdtrain.launch.network import choose_interface, rendezvous_address
+from hvdtrain.launch.link import LEASE_S, AgentLink, HostFacts, StartProcess
+from hvdtrain.launch.network import choose_interface, launcher_address
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.preload import client as preload_client
 from hvdtrain.preload.client import SOCKET_VARIABLE
 from hvdtrain.preload.server import server_command
+from hvdtrain.world.detect import HOSTS_VARIABLE
 from hvdtrain.world.rendezvous import gloo_variables
+from hvdtrain.world.secret import SECRET_VARIABLE, JobKey
+
+OpenRendezvous = Callable[[Sequence[str], Sequence[str]], Mapping[str, int]]
+"""From addresses of this host and the addresses of those who may come to the port at each."""
 
 _ANSWER_LIMIT_S = 60.0
 """For a host that takes the connection and says nothing more (a hanging home directory)."""
@@ -38,6 +43,8 @@ class Crew:
     def __init__(self, plan: LaunchPlan) -> None:
         self._plan = plan
         hosts = list(dict.fromkeys(slot.host for slot in plan.slots))
+        self._addresses: dict[str, str] = {}
+        """Of this launcher, as each host sees it."""
         self._several = len(hosts) > 1
         self.links = {
             host: AgentLink(host, [other for other in hosts if other != host][:_PEERS],
@@ -72,22 +79,45 @@ class Crew:
                 time.sleep(_RETRY_S)
         return not interrupted()
 
-    def send_work(self, env: Mapping[str, str], port: int) -> None:
+    def launcher_addresses(self) -> list[str]:
+        """The addresses of this host at which the ranks find it, each once.
+
+        Raises:
+            LaunchError: The name of a host cannot be resolved here.
+        """
+        self._addresses = {host: "127.0.0.1" if link.is_local
+                           else launcher_address(host, _facts(link))
+                           for host, link in self.links.items()}
+        return list(dict.fromkeys(self._addresses.values()))
+
+    def sources(self) -> list[str]:
+        """The addresses and networks from which ranks may come."""
+        found: list[str] = [item for item in self._plan.network_interface if "/" in item]
+        for link in self.links.values():
+            facts = _facts(link)
+            found += facts.interfaces.values()
+            found += [facts.ssh_server] if facts.ssh_server is not None else []
+        return list(dict.fromkeys(address for address in found if ":" not in address))
+
+    def send_work(self, env: Mapping[str, str], ports: Mapping[str, int]) -> None:
         """Tell each agent what to start.
 
         Args:
-            env: The environment that all ranks share.
-            port: Of the rendezvous on this host.
+            env: The environment that all ranks share, with the secret of the job.
+            ports: Of the rendezvous, at each of `launcher_addresses`.
 
         Raises:
             LaunchError: A host has no usable network interface.
         """
-        ways = {host: self._way(link) for host, link in self.links.items()}
-        preload = self._preload()
+        interfaces = {host: self._interface(link) for host, link in self.links.items()}
+        preload, key = self._preload(), JobKey(env[SECRET_VARIABLE])
+        counts = {slot.host: slot.local_size for slot in self._plan.slots}
+        everyone = ",".join(f"{host}:{count}" for host, count in counts.items())
         for host, link in self.links.items():
-            interface, address = ways[host]
+            interface, address = interfaces[host], self._addresses[host]
             shared = ({"NCCL_SOCKET_IFNAME": interface} | _for_host(env, link)
-                      | gloo_variables(address=address, port=port, interface=interface))
+                      | gloo_variables(address=address, port=ports[address], interface=interface,
+                                       key=key) | {HOSTS_VARIABLE: everyone})
             ranks = {slot.rank: shared | rank_variables(slot, self._plan.np)
                      for slot in self._plan.slots if slot.host == host}
             link.send_work({"command": self._plan.argv, "directory": os.getcwd(), "ranks": ranks,
@@ -115,14 +145,11 @@ class Crew:
         for link in self.links.values():
             link.reap(max(0.1, deadline - time.monotonic()))
 
-    def _way(self, link: AgentLink) -> tuple[str, str]:
-        """The interface of a host, and the rendezvous as seen from it."""
-        if link.facts is None:
-            raise RuntimeError(f"{link.host} has not told its facts")
-        address = "127.0.0.1" if link.is_local else rendezvous_address(link.host, link.facts)
+    def _interface(self, link: AgentLink) -> str:
+        """The interface of a host for the traffic between the ranks."""
         if not self._several:
-            return "lo", address  # the ranks of one host talk over its loopback interface
-        return choose_interface(link.host, link.facts, self._plan.network_interface), address
+            return "lo"  # the ranks of one host talk over its loopback interface
+        return choose_interface(link.host, _facts(link), self._plan.network_interface)
 
     @staticmethod
     def _await_facts(links: Iterable[AgentLink],
@@ -147,6 +174,12 @@ class Crew:
             result[link.host] = (f"no answer in {_ANSWER_LIMIT_S:g} s. Does a login script there "
                                  "wait for something?")
         return result
+
+
+def _facts(link: AgentLink) -> HostFacts:
+    if link.facts is None:
+        raise RuntimeError(f"{link.host} has not told its facts")
+    return link.facts
 
 
 def _why(link: AgentLink) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from hvdtrain.errors import EXIT_STOPPED
 from hvdtrain.launch.console import Console
-from hvdtrain.launch.crew import Crew
+from hvdtrain.launch.crew import Crew, OpenRendezvous
 from hvdtrain.launch.failure import RankEnd, describe, first_failure
 from hvdtrain.launch.link import AgentLink, StartProcess
 from hvdtrain.launch.plan import LaunchPlan
@@ -57,14 +57,15 @@ class NativeJob:
         self._notes: set[str] = set()
 
     def run(self, start: StartProcess, env: Mapping[str, str], inbox: SignalInbox,
-            port: int) -> int:
+            open_rendezvous: OpenRendezvous) -> int:
         """Start the ranks and stay to their end.
 
         Args:
             start: Starts an agent, or the ssh to it, with pipes on its three streams.
             env: The environment that all ranks share.
             inbox: The signals for this process.
-            port: Of the rendezvous.
+            open_rendezvous: Starts the rendezvous at some addresses of this host, for requests
+                from some addresses and networks; gives the port at each address.
 
         Returns:
             The exit code of the job.
@@ -77,7 +78,8 @@ class NativeJob:
             if not self._crew.bring_up(start, lambda: self._interrupted(inbox)):
                 self._console.say(f"ended by {signal_name(self._signal)} before the ranks started")
                 return 128 + self._signal
-            self._crew.send_work(env, port)
+            ports = open_rendezvous(self._crew.launcher_addresses(), self._crew.sources())
+            self._crew.send_work(env, ports)
             if self._plan.timeout_s is not None:
                 self._arm("timeout", self._plan.timeout_s)
             for link in self._crew.links.values():

@@ -5,10 +5,11 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from hvdtrain.errors import LaunchError, MachineError
 from hvdtrain.launch.link import HostFacts
-from hvdtrain.world.network import find_interface, route_to
+from hvdtrain.world.network import find_interface, is_own_address, route_to
 
 _RETRY_S = 1.0
 
@@ -55,6 +56,21 @@ def rendezvous_address(host: str, facts: HostFacts) -> str:
         raise LaunchError(
             f"The address of {host} is not known here: {error}. Expected a name that this host "
             "can resolve, because its ranks must reach the launcher.") from error
+
+
+def launcher_address(host: str, facts: HostFacts) -> str:
+    """An address of this launcher at which a host reaches it, and at which it can listen.
+
+    ssh's idea of it is that of a host between, where there is one (ProxyJump) or a translation
+    of addresses; then it is the address on the way to that host.
+
+    Raises:
+        LaunchError: The name of the host cannot be resolved here.
+    """
+    address = rendezvous_address(host, facts)
+    if is_own_address(address):
+        return address
+    return rendezvous_address(host, replace(facts, ssh_client=None))
 
 
 def await_names(hosts: Iterable[str], limit_s: float, interrupted: Callable[[], bool]) -> None:

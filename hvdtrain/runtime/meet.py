@@ -8,14 +8,18 @@ rendezvous (horovodrun's, our launcher's or `bootstrap`'s), where waiting costs 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 
 from hvdtrain.errors import WorldError
 from hvdtrain.runtime.store import Store
+from hvdtrain.runtime.waiting import Wait, ranks_place
+from hvdtrain.world.secret import SECRET_VARIABLE
 from hvdtrain.world.world import World
 
 _SCOPE = "hvdtrain.meet"
+_me: dict[int, str] = {}
 
 
 def meet(world: World, environ: Mapping[str, str], *, name: str = "start",
@@ -30,27 +34,61 @@ def meet(world: World, environ: Mapping[str, str], *, name: str = "start",
         timeout_s: Float, how long to wait for the last rank.
 
     Raises:
-        WorldError: Ranks are missing when the time is over (rank 0 names them), or the
-            rendezvous has gone.
+        WorldError: Ranks are missing when the time is over (they are named), another process is
+            this rank already, the rendezvous has gone, or this process was told to stop.
     """
     store = Store.of(environ, f"{_SCOPE}.{name}")
     if world.size == 1 or store is None:
         return
-    deadline = time.monotonic() + timeout_s
-    store.put(str(world.rank))
+    keys = [str(rank) for rank in range(world.size)]
+    claim(store, str(world.rank), who_am_i(world).encode(), f"Rank {world.rank}")
+    wait = Wait(timeout_s, lambda: ranks_place(world, store.missing(keys)) or "rank 0's word")
     if world.is_chief:
-        _await(store, [str(rank) for rank in range(world.size)], deadline, timeout_s)
+        _check(world, store, keys, store.wait(keys, wait), timeout_s)
         store.put("go")
-    else:
-        _await(store, ["go"], deadline, timeout_s)
+    elif "go" not in store.wait(["go"], wait):
+        _check(world, store, keys, {}, timeout_s)
 
 
-def _await(store: Store, keys: list[str], deadline: float, timeout_s: float) -> None:
-    missing = set(keys) - set(store.wait(keys, deadline=deadline))
-    if not missing:
+def claim(store: Store, key: str, value: bytes, what: str) -> None:
+    """Set what only one process may set.
+
+    Args:
+        store: Where.
+        key: String, the key.
+        value: What tells this process from any other.
+        what: String for the message, what this process is.
+
+    Raises:
+        WorldError: Another process has set it; it is named.
+    """
+    if store.put(key, value):
         return
-    names = ", ".join(key for key in keys if key in missing)
-    who = "rank 0 gave no sign" if keys == ["go"] else f"ranks missing: {names}"
+    other = (store.get(key) or b"").decode(errors="replace")
     raise WorldError(
-        f"Not all ranks have started after {timeout_s:g} s: {who}. Expected all of them. "
+        f"{what} of this job is taken: {other} was first at the rendezvous "
+        f"{store.address}:{store.port}; this is {value.decode(errors='replace')}. Expected one "
+        "process for each rank. Was the job started twice, or do two jobs have the same hosts, "
+        f"ports and sizes? End the other, or give each job a {SECRET_VARIABLE} of its own, the "
+        "same on all of its ranks.")
+
+
+def who_am_i(world: World) -> str:
+    """This process, in words that no other has."""
+    pid = os.getpid()
+    if pid not in _me:
+        _me[pid] = f"process {pid} on {world.host} (since {time.strftime('%H:%M:%S')})"
+    return _me[pid]
+
+
+def _check(world: World, store: Store, keys: list[str], found: Mapping[str, bytes],
+           timeout_s: float) -> None:
+    """Name who is missing."""
+    if len(found) == len(keys):
+        return
+    missing = store.missing(keys)
+    who = (f"missing: {ranks_place(world, missing)}" if missing else
+           "all are at the rendezvous, but rank 0 has not gone on")
+    raise WorldError(
+        f"Not all ranks have started after {timeout_s:g} s; {who}. Expected all of them. "
         "Look for errors in the output of those ranks, and for hosts that are slow.")

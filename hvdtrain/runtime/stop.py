@@ -8,6 +8,7 @@ import time
 from types import FrameType
 from typing import Any
 
+_installed: list[StopFlag] = []
 _REPEAT_S = 1.0
 """A scheduler and a launcher may both pass on one request: a second signal counts after this."""
 
@@ -42,14 +43,22 @@ class StopFlag:
         """Set the signal handlers; main thread only."""
         for number in (signal.SIGTERM, signal.SIGUSR1):
             self._former[number] = signal.signal(number, self._handle)
+        _installed.append(self)
 
     def uninstall(self) -> None:
         """Put the former handlers back."""
         for number, handler in self._former.items():
             signal.signal(number, handler)
         self._former.clear()
+        if self in _installed:
+            _installed.remove(self)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._signal and time.monotonic() - self._since_s > _REPEAT_S:
             os._exit(128 + number)
         self.request(number)
+
+
+def stop_signal() -> int:
+    """The signal that asked this process to stop, where a `StopFlag` is installed; 0 if none."""
+    return next((flag.signal_number for flag in _installed if flag.requested), 0)
