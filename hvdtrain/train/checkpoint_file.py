@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.collectives.plain import carried
 from hvdtrain.errors import CheckpointError
 from hvdtrain.optim import keras_seam
 
@@ -27,6 +28,7 @@ ARRAYS_MEMBER = "hvdtrain.npz"
 _ARRAY_KEY = "hvdtrain array"
 
 
+@carried
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """Where a run stood when a checkpoint was written."""

@@ -19,7 +19,7 @@ def on_chief(collective: Collective, work: Callable[[], T]) -> T:
 
     Args:
         collective: The collective to use.
-        work: Callable without arguments; its result must be picklable.
+        work: Callable without arguments; its result is a plain value (`gather_objects`).
 
     Raises:
         HvdtrainError: What `work` raised on the chief (same type), on every rank.
@@ -31,11 +31,21 @@ def on_chief(collective: Collective, work: Callable[[], T]) -> T:
             result = work()
         except HvdtrainError as error:
             failed = error
-    outcome: tuple[T | None, tuple[type[HvdtrainError], str] | None] = collective.gather_objects(
-        (result, (type(failed), str(failed)) if failed is not None else None))[0]
+    outcome: tuple[T | None, tuple[str, str] | None] = collective.gather_objects(
+        (result, (type(failed).__name__, str(failed)) if failed is not None else None))[0]
     if failed is not None:
         raise failed
     if outcome[1] is not None:
         kind, message = outcome[1]
-        raise kind(message)
+        raise _errors().get(kind, HvdtrainError)(message)
     return outcome[0]  # type: ignore[return-value]
+
+
+def _errors() -> dict[str, type[HvdtrainError]]:
+    """The errors that a rank may name."""
+    found, left = {}, [HvdtrainError]
+    while left:
+        kind = left.pop()
+        found[kind.__name__] = kind
+        left += kind.__subclasses__()
+    return found
