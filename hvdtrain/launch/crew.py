@@ -13,6 +13,7 @@ from hvdtrain.hosts import rank_variables
 from hvdtrain.launch.link import LEASE_S, AgentLink, HostFacts, StartProcess
 from hvdtrain.launch.network import choose_interface, launcher_address
 from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.waiting import WaitingWords
 from hvdtrain.preload import client as preload_client
 from hvdtrain.preload.client import SOCKET_VARIABLE
 from hvdtrain.preload.server import server_command
@@ -51,12 +52,14 @@ class Crew:
                             None if host in plan.local_hosts else plan.remote)
             for host in hosts}
 
-    def bring_up(self, start: StartProcess, interrupted: Callable[[], bool]) -> bool:
+    def bring_up(self, start: StartProcess, interrupted: Callable[[], bool],
+                 say: Callable[[str], None]) -> bool:
         """Start all agents and wait until each has told its facts.
 
         Args:
             start: Starts a process with pipes on its three streams.
             interrupted: Tells whether to give up.
+            say: Writes a line to the user: for which hosts the launcher waits.
 
         Returns:
             False when it was interrupted.
@@ -67,15 +70,22 @@ class Crew:
         started = time.monotonic()
         pending = dict(self.links)
         problems: dict[str, str] = {}
+        waiting = WaitingWords(say)
+
+        def give_up(silent: Iterable[str]) -> bool:
+            waiting.tick(lambda: "; ".join(
+                f"{host} ({problems.get(host, 'no answer yet')})" for host in silent))
+            return interrupted()
+
         while pending and not interrupted():
             for link in pending.values():
                 link.start(start)
-            failed = self._await_facts(pending.values(), interrupted)
+            failed = self._await_facts(pending.values(), give_up)
             problems = {host: text for host, text in failed.items() if text}
             pending = {host: self.links[host] for host in problems}
             if problems and time.monotonic() - started > self._plan.start_timeout_s:
                 raise MachineError(_unreachable(problems, self._plan.start_timeout_s))
-            if problems:
+            if problems and not give_up(problems):
                 time.sleep(_RETRY_S)
         return not interrupted()
 
@@ -153,7 +163,7 @@ class Crew:
 
     @staticmethod
     def _await_facts(links: Iterable[AgentLink],
-                     interrupted: Callable[[], bool]) -> dict[str, str]:
+                     give_up: Callable[[Iterable[str]], bool]) -> dict[str, str]:
         """For each host why it did not tell its facts, "" where it did."""
         waiting = {link.host: link for link in links}
         result: dict[str, str] = {}
@@ -161,7 +171,7 @@ class Crew:
         with selectors.DefaultSelector() as selector:
             for link in waiting.values():
                 selector.register(link, selectors.EVENT_READ, link)
-            while waiting and not interrupted() and time.monotonic() < deadline:
+            while waiting and not give_up(waiting) and time.monotonic() < deadline:
                 for key, _ in selector.select(_POLL_S):
                     link = key.data
                     ended = link.read() is None

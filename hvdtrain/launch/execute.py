@@ -16,6 +16,7 @@ from hvdtrain.launch.native import NativeJob
 from hvdtrain.launch.network import await_names
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.signals import WITH_STOP, SignalInbox
+from hvdtrain.launch.waiting import WaitingWords
 from hvdtrain.world.detect import STARTER_VARIABLE
 from hvdtrain.world.failure import REPORT_VARIABLE
 from hvdtrain.world.rendezvous import listen_on_all, serve
@@ -50,7 +51,7 @@ def launch(plan: LaunchPlan) -> int:
         if plan.starter == "native":
             return _launch_native(plan, env, console)
         with SignalInbox() as inbox:
-            number = _await_others(plan, inbox)
+            number = _await_others(plan, inbox, console)
             return 128 + number if number else ForeignJob(plan, console).run(env, inbox)
     finally:
         console.close()
@@ -65,11 +66,13 @@ def _check_folder(plan: LaunchPlan, folder: str) -> None:
             "gives to a shell without quotes. Use --starter native, or another folder.")
 
 
-def _await_others(plan: LaunchPlan, inbox: SignalInbox) -> int:
+def _await_others(plan: LaunchPlan, inbox: SignalInbox, console: Console) -> int:
     """Wait for the names of other hosts where that was asked; the signal that ended it, or 0."""
     taken: list[int] = []
+    waiting = WaitingWords(console.say)
 
-    def interrupted() -> bool:
+    def interrupted(missing: Sequence[str]) -> bool:
+        waiting.tick(lambda: f"the names of {', '.join(missing)} to be known on this host")
         taken.extend(inbox.take())
         return bool(taken)
 

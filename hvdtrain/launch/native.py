@@ -75,7 +75,8 @@ class NativeJob:
             LaunchError: A host has no usable network interface; nothing was started.
         """
         try:
-            if not self._crew.bring_up(start, lambda: self._interrupted(inbox)):
+            if not self._crew.bring_up(start, lambda: self._interrupted(inbox),
+                                       self._console.say):
                 self._console.say(f"ended by {signal_name(self._signal)} before the ranks started")
                 return 128 + self._signal
             ports = open_rendezvous(self._crew.launcher_addresses(), self._crew.sources())
@@ -130,6 +131,10 @@ class NativeJob:
             self._note(f"{link.host}: {message['text']}")
             return
         rank = message["rank"]
+        if not (type(rank) is int and 0 <= rank < self._plan.np
+                and self._plan.slots[rank].host == link.host):
+            self._note(f"{link.host}: its agent speaks for rank {rank!r}, which is not there")
+            return
         if message["type"] == "output":
             self._console.feed(rank, message["stream"], payload)
         else:

@@ -73,20 +73,21 @@ def launcher_address(host: str, facts: HostFacts) -> str:
     return rendezvous_address(host, replace(facts, ssh_client=None))
 
 
-def await_names(hosts: Iterable[str], limit_s: float, interrupted: Callable[[], bool]) -> None:
+def await_names(hosts: Iterable[str], limit_s: float,
+                interrupted: Callable[[Sequence[str]], bool]) -> None:
     """Wait until this host can resolve the names of all others, for starters that do not.
 
     Args:
         hosts: Names.
         limit_s: Float, how long to wait.
-        interrupted: Tells whether to give up.
+        interrupted: Tells whether to give up; gets the names that are not known yet.
 
     Raises:
         MachineError: Names that are unknown when the time is over.
     """
     deadline = time.monotonic() + limit_s
     missing = [host for host in hosts if not _is_known(host)]
-    while missing and not interrupted():
+    while missing and not interrupted(missing):
         if time.monotonic() > deadline:
             raise MachineError(
                 f"After {limit_s:g} s these hosts are not known here: {', '.join(missing)}. "

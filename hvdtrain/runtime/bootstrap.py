@@ -15,7 +15,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -81,7 +81,7 @@ def bootstrap(world: World, environ: Mapping[str, str], *,
 
 
 def start_bootstrap(world: World, environ: Mapping[str, str], *, timeout_s: float,
-                    start: str = "") -> Bootstrap:
+                    start: str = "", ports: Sequence[int] = ()) -> Bootstrap:
     """As `bootstrap`, with the server in the caller's hands.
 
     Args:
@@ -90,6 +90,7 @@ def start_bootstrap(world: World, environ: Mapping[str, str], *, timeout_s: floa
         timeout_s: As for `bootstrap`.
         start: String that all ranks of this start share and others do not, where the environment
             holds none.
+        ports: At which rank 0 may serve. Default: some that are derived from the key of the job.
     """
     if not world.hosts:
         raise WorldError(
@@ -100,10 +101,10 @@ def start_bootstrap(world: World, environ: Mapping[str, str], *, timeout_s: floa
     route = _route(world, timeout_s)
     server: RendezvousServer | None = None
     if world.rank == 0:
-        server = _serve(world, environ, key, route)
+        server = _serve(world, environ, key, route, ports or candidate_ports(key))
         port = server.port
     else:
-        port = _find(world, key, route, timeout_s)
+        port = _find(world, key, route, ports or candidate_ports(key), timeout_s)
     interface = _asked_interface(world, environ) or route.interface
     address = route.own_address if world.rank == 0 else route.address
     return Bootstrap(server=server, variables=_variables(world, interface, address, port, key))
@@ -166,19 +167,19 @@ def _route(world: World, timeout_s: float) -> Route:
                  address=route.own_address)
 
 
-def _serve(world: World, environ: Mapping[str, str], key: JobKey,
-           route: Route) -> RendezvousServer:
+def _serve(world: World, environ: Mapping[str, str], key: JobKey, route: Route,
+           ports: Sequence[int]) -> RendezvousServer:
     addresses = _addresses(world, route)
-    _refuse_twin(key, addresses[0])
+    _refuse_twin(key, addresses[0], ports)
     networks = [item for item in environ.get(NETWORK_VARIABLE, "").split(",") if "/" in item]
-    for port in candidate_ports(key):
+    for port in ports:
         with suppress(OSError):
             return serve(listen_on_all(addresses, port), hosts=world.hosts, slots=world.slots,
                          key=key, sources=networks, names=sorted(set(world.hosts)),
                          who=_job_words(world))
     raise WorldError(
-        f"None of the ports {candidate_ports(key)} is free on {world.host}, so the ranks have no "
-        "place to meet. Are other jobs left over on this host? End them, or submit the job anew.")
+        f"None of the ports {list(ports)} is free on {world.host}, so the ranks have no place to "
+        "meet. Are other jobs left over on this host? End them, or submit the job anew.")
 
 
 def _addresses(world: World, route: Route) -> list[str]:
@@ -203,10 +204,10 @@ def _job_words(world: World) -> str:
     return f"{world.size} ranks started by {world.starter}"
 
 
-def _refuse_twin(key: JobKey, address: str) -> None:
+def _refuse_twin(key: JobKey, address: str, ports: Sequence[int]) -> None:
     """Two jobs that nothing tells apart must not mix their ranks."""
     deadline = time.monotonic() + _TWIN_S
-    while met := [seen for port in candidate_ports(key)
+    while met := [seen for port in ports
                   if (seen := _ask(address, port, key)) is not None and seen.is_ours]:
         if time.monotonic() > deadline:
             raise WorldError(
@@ -217,18 +218,19 @@ def _refuse_twin(key: JobKey, address: str) -> None:
         time.sleep(0.1)
 
 
-def _find(world: World, key: JobKey, route: Route, timeout_s: float) -> int:
+def _find(world: World, key: JobKey, route: Route, ports: Sequence[int],
+          timeout_s: float) -> int:
     others: dict[int, str] = {}
 
     def words() -> str:
         met = "".join(f"; {text} is another job's" for text in others.values())
-        ports = candidate_ports(key)
+        more = f" or one of {len(ports) - 1} more" if len(ports) > 1 else ""
         return (f"{rank_place(world, 0)}, which serves the rendezvous at {route.address}, port "
-                f"{ports[0]} or one of {len(ports) - 1} more{met}")
+                f"{ports[0]}{more}{met}")
 
     wait = Wait(timeout_s, words)
     while True:
-        for port in candidate_ports(key):
+        for port in ports:
             seen = _ask(route.address, port, key)
             if seen is not None and seen.is_ours:
                 return port

@@ -16,13 +16,15 @@ from typing import Any
 from hvdtrain.errors import WorldError
 from hvdtrain.optional import require
 from hvdtrain.runtime.bootstrap import start_bootstrap
-from hvdtrain.runtime.meet import claim
+from hvdtrain.runtime.meet import claim, meet
 from hvdtrain.runtime.store import Store
 from hvdtrain.runtime.waiting import Wait, ranks_place
 from hvdtrain.world.network import interfaces, route_to
 from hvdtrain.world.rendezvous import listen_on_all, serve
 from hvdtrain.world.secret import JobKey, new_secret
 from hvdtrain.world.world import World
+
+_LEAVE_S = 30.0
 
 
 def open_store(world: World, environ: Mapping[str, str], scope: str, *,
@@ -90,6 +92,37 @@ def exchange(store: Store, world: World, name: str, text: str, *, who: Sequence[
             f"Not all of the {world.size} processes have started after {timeout_s:g} s. Missing: "
             f"{missing()}. Look for errors in their output, and for hosts that are slow.")
     return [found[key].decode() for key in keys]
+
+
+def meet_at(world: World, environ: Mapping[str, str], port: int, *,
+            timeout_s: float = 600.0) -> None:
+    """Return when all ranks are there; nothing of it is left. All ranks.
+
+    For processes that TensorFlow connects: while it waits for one, it says nothing and takes
+    SIGTERM for itself.
+
+    Args:
+        world: Which rank this is.
+        environ: The environment.
+        port: At which rank 0 serves meanwhile.
+        timeout_s: Float, how long to wait.
+
+    Raises:
+        WorldError: Ranks are missing when the time is over (they are named), another process is
+            this rank already, or this process was told to stop.
+    """
+    made = start_bootstrap(world, environ, timeout_s=timeout_s, ports=(port,))
+    try:
+        meet(world, made.variables, name="before", timeout_s=timeout_s)
+        store = Store.of(made.variables, "hvdtrain.meet.left")
+        if store is not None and world.is_chief:
+            others = [str(rank) for rank in range(1, world.size)]
+            store.wait(others, Wait(_LEAVE_S, lambda: "the others to leave the rendezvous"))
+        elif store is not None:
+            store.put(str(world.rank))
+    finally:
+        if made.server is not None:
+            made.server.close()
 
 
 def _open_through_mpi(world: World, scope: str) -> Store:

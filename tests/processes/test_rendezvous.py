@@ -1,0 +1,195 @@
+"""Real processes that find each other without a launcher: jobs side by side, and who waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+LIMIT_S = 20.0
+SAYS_WITHIN_S, ENDS_WITHIN_S = 12.0, 2.0  # 5 s and at once, on a loaded machine
+STARTERS = ("HOROVOD_", "OMPI_", "PMI", "SLURM_", "HVDTRAIN_", "TF_CONFIG")
+HEAD = """
+import os, sys, time
+from hvdtrain import log
+from hvdtrain.runtime import guard
+from hvdtrain.runtime.bootstrap import bootstrap
+from hvdtrain.runtime.exchange import exchange
+from hvdtrain.runtime.meet import meet
+from hvdtrain.runtime.store import Store
+from hvdtrain.world import detect_world
+world = detect_world(os.environ)
+log.configure(log.rank_prefix(world.rank, world.size, world.host))
+"""
+RANK = HEAD + """
+with guard.install(world, os.environ):
+    env = dict(os.environ) | bootstrap(world, os.environ, timeout_s=20)
+    meet(world, env, timeout_s=20)
+    store = Store.of(env, "hvdtrain.test")
+    print("met", *exchange(store, world, "mark", os.environ["MARK"], timeout_s=20), flush=True)
+    if world.is_chief:
+        time.sleep(1.0)  # it serves the store
+"""
+UNDER_TENSORFLOW = HEAD + """
+import socket
+from hvdtrain.engines.tf_distribute.cluster import find_cluster
+with guard.install(world, os.environ):
+    cluster = find_cluster(world, os.environ, timeout_s=60)
+    own = cluster.addresses["worker"][cluster.task_index]
+    listener = socket.create_server(("127.0.0.1", int(own.rpartition(":")[2])))  # as TensorFlow
+    print("met", own, flush=True)
+"""
+
+
+def free_ports(count: int) -> list[int]:
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(one.getsockname()[1]) for one in held]
+    for one in held:
+        one.close()
+    return ports
+
+
+def environment(ports: list[int], index: int, **more: str) -> dict[str, str]:
+    config = {"cluster": {"worker": [f"127.0.0.1:{port}" for port in ports]},
+              "task": {"type": "worker", "index": index}}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(STARTERS)}
+    return clean | {"TF_CONFIG": json.dumps(config)} | more
+
+
+def start(program: str, env: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", program], env=env, text=True,
+                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE)
+
+
+def end(*processes: subprocess.Popen[str]) -> list[tuple[int, str, str]]:
+    """Codes and outputs; a process that does not end in time is killed."""
+    found, deadline = [], time.monotonic() + LIMIT_S
+    for process in processes:
+        try:
+            out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+        found.append((process.returncode, out, err))
+    return found
+
+
+def test_two_jobs_on_one_host_do_not_mix() -> None:
+    """They differ in the ports of TF_CONFIG only. B's chief is there before A's."""
+    a, b = free_ports(2), free_ports(2)
+    processes = [start(RANK, environment(b, 0, MARK="B")), start(RANK, environment(a, 1, MARK="A"))]
+    time.sleep(1.0)
+    processes += [start(RANK, environment(a, 0, MARK="A")),
+                  start(RANK, environment(b, 1, MARK="B"))]
+    said = [(code, out.strip(), err) for code, out, err in end(*processes)]
+    assert [(code, out) for code, out, _ in said] == [
+        (0, "met B B"), (0, "met A A"), (0, "met A A"), (0, "met B B")], said
+
+
+def test_jobs_that_nothing_tells_apart_are_refused_by_name() -> None:
+    """The second rank 0 and the second rank 1 end; the first ones go on."""
+    ports = free_ports(3)
+    first = [start(RANK, environment(ports, rank, MARK="first")) for rank in (0, 1)]
+    time.sleep(1.5)
+    twins = [start(RANK, environment(ports, rank, MARK="second")) for rank in (0, 1)]
+    said = end(*twins)
+    pids = [process.pid for process in first]
+    last = start(RANK, environment(ports, 2, MARK="first"))
+    assert [(code, out.strip()) for code, out, _ in end(*first, last)] == [
+        (0, "met first first first")] * 3
+    assert [code for code, _, _ in said] == [2, 2], said
+    host = socket.gethostname()
+    assert f"Rank 0 of this job is there already: process {pids[0]} on {host}" in said[0][2]
+    assert f"127.0.0.1:{ports[0]}" in said[0][2]
+    assert f"Rank 1 of this job is taken: process {pids[1]} on " in said[1][2]
+    assert "HVDTRAIN_SECRET" in said[1][2]
+
+
+def test_a_secret_tells_jobs_apart_that_nothing_else_does() -> None:
+    ports = free_ports(2)
+    processes = [start(RANK, environment(ports, rank, MARK=mark, HVDTRAIN_SECRET=mark * 16))
+                 for mark in "AB" for rank in (0, 1)]
+    said = end(*processes)
+    assert [out.strip() for _, out, _ in said] == ["met A A"] * 2 + ["met B B"] * 2, said
+
+
+def test_processes_of_tensorflow_meet_before_it_listens() -> None:
+    """Each binds its own address of TF_CONFIG afterwards, rank 0 that of the meeting."""
+    ports = free_ports(3)
+    said = end(*(start(UNDER_TENSORFLOW, environment(ports, rank)) for rank in range(3)))
+    assert [(code, out.strip()) for code, out, _ in said] == [
+        (0, f"met 127.0.0.1:{port}") for port in ports], said
+
+
+ELASTIC = ("launch", "--starter", "horovodrun", "-np", "2", "--min-np", "1",
+           "--host-discovery-script")
+WAITING = {
+    "a rank without rank 0": (RANK, 1, r"Waiting for rank 0 on 127\.0\.0\.1, which serves the "
+                              r"rendezvous at 127\.0\.0\.1, port \d+"),
+    "rank 0 without the others": (RANK, 0, r"Waiting for rank 1 on 127\.0\.0\.1, rank 2 on "
+                                  r"127\.0\.0\.1: \d+ s so far, at most 20 s"),
+    "a process of TensorFlow": (UNDER_TENSORFLOW, 1, r"Waiting for rank 0 on 127\.0\.0\.1, which "
+                                r"serves the rendezvous at 127\.0\.0\.1, port \d+"),
+    "rank 0 of TensorFlow": (UNDER_TENSORFLOW, 0, r"Waiting for rank 1 on 127\.0\.0\.1, rank 2"),
+    "horovodrun, elastic": ("", 0, "waiting for horovodrun, which with elastic options and "
+                            "without --network-interface waits for a second host, up to 600 s"),
+}
+
+
+@pytest.fixture(scope="module")
+def waiting(tmp_path_factory: pytest.TempPathFactory
+            ) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """All of `WAITING`, started at once."""
+    script = tmp_path_factory.mktemp("hosts") / "discover"
+    script.write_text("#!/bin/sh\necho localhost:2\n")
+    script.chmod(0o755)
+    made = {}
+    for name, (program, rank, _) in WAITING.items():
+        if program:
+            made[name] = start(program, environment(free_ports(3), rank, MARK="x"))
+        else:
+            made[name] = subprocess.Popen(
+                [sys.executable, "-m", "hvdtrain", *ELASTIC, str(script), "--", "true"], text=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    yield made
+    for process in made.values():
+        process.kill()
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_who_waits_says_for_whom_and_heeds_sigterm(
+        waiting: dict[str, subprocess.Popen[str]], name: str) -> None:
+    process, wanted = waiting[name], re.compile(WAITING[name][2])
+    seen = []
+    assert process.stderr is not None
+    silent = threading.Timer(SAYS_WITHIN_S, process.kill)
+    silent.start()
+    while line := process.stderr.readline():
+        seen.append(line)
+        if wanted.search(line):
+            break
+    silent.cancel()
+    silent.join()
+    assert seen, "it said nothing"
+    assert wanted.search(seen[-1]), seen
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    code = process.wait(LIMIT_S)
+    assert time.monotonic() - began < ENDS_WITHIN_S
+    assert code == (143 if "horovodrun" in name else 75), process.stderr.read()
+    if code == 75:
+        assert "Stopped on request (SIGTERM) while waiting for rank" in process.stderr.read()
