@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import selectors
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hvdtrain.errors import MachineError
@@ -102,12 +104,13 @@ class Crew:
 
     def sources(self) -> list[str]:
         """The addresses and networks from which ranks may come."""
-        found: list[str] = [item for item in self._plan.network_interface if "/" in item]
+        found = [item for item in self._plan.network_interface if "/" in item]
         for link in self.links.values():
             facts = _facts(link)
-            found += facts.interfaces.values()
-            found += [facts.ssh_server] if facts.ssh_server is not None else []
-        return list(dict.fromkeys(address for address in found if ":" not in address))
+            for address in (*facts.interfaces.values(), facts.ssh_server or ""):
+                with suppress(ValueError):  # IPv6, or none
+                    found.append(str(ipaddress.IPv4Address(address)))
+        return list(dict.fromkeys(found))
 
     def send_work(self, env: Mapping[str, str], ports: Mapping[str, int]) -> None:
         """Tell each agent what to start.

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import cache
 
 from hvdtrain.errors import EXIT_STOPPED, WorldError
 from hvdtrain.log import get_logger
@@ -15,8 +16,8 @@ from hvdtrain.world.world import World
 
 FIRST_WORDS_S = 5.0
 """After which it is said for whom this process waits; then again at each doubling."""
-_SHORTEST_S, _LONGEST_S, _GROWTH = 0.05, 0.5, 1.1
-_RESOLVE_S = 0.5
+_SHORTEST_S, _LONGEST_S, _GROWTH = 0.05, 0.2, 1.1
+_RESOLVE_S = 0.2
 _NAMED = 8
 
 
@@ -76,8 +77,12 @@ class Wait:
     def _check_stop(self) -> None:
         number = stop_signal() if self._heeds_stop else 0
         if number:
+            try:
+                words = self._words()
+            except WorldError:  # the rendezvous has gone meanwhile
+                words = "the other ranks"
             raise WaitStoppedError(
-                f"Stopped on request ({signal_name(number)}) while waiting for {self._words()}. "
+                f"Stopped on request ({signal_name(number)}) while waiting for {words}. "
                 "Nothing was trained.")
 
 
@@ -98,8 +103,9 @@ def ranks_place(world: World, ranks: Iterable[int]) -> str:
     return f"{named} and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else named
 
 
+@cache
 def host_place(host: str) -> str:
-    """A host with its address, where its name is known."""
+    """A host with its address, where its name is known; asked for once."""
     found: list[str] = []
 
     def resolve() -> None:
