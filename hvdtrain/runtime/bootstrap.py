@@ -154,7 +154,7 @@ def _route(world: World, timeout_s: float) -> Route:
     wait = Wait(timeout_s, lambda: f"the host name {target}, which is not known here yet")
     while True:
         try:
-            route = route_to(target)
+            route = wait.until(lambda: route_to(target))
             break
         except OSError as error:
             if not wait.go_on():
@@ -222,20 +222,27 @@ def _find(world: World, key: JobKey, route: Route, ports: Sequence[int],
           timeout_s: float) -> int:
     others: dict[int, str] = {}
 
-    def words() -> str:
-        met = "".join(f"; {text} is another job's" for text in others.values())
-        more = f" or one of {len(ports) - 1} more" if len(ports) > 1 else ""
-        return (f"{rank_place(world, 0)}, which serves the rendezvous at {route.address}, port "
-                f"{ports[0]}{more}{met}")
-
-    wait = Wait(timeout_s, words)
-    while True:
+    def look() -> int | None:
         for port in ports:
             seen = _ask(route.address, port, key)
             if seen is not None and seen.is_ours:
                 return port
             if seen is not None:
                 others[port] = seen.text
+        return None
+
+    def words() -> str:
+        met = "".join(f"; {text} is another job's" for text in list(others.values()))
+        more = f" or one of {len(ports) - 1} more" if len(ports) > 1 else ""
+        return (f"{rank_place(world, 0)}, which serves the rendezvous at {route.address}, port "
+                f"{ports[0]}{more}{met}")
+
+    wait = Wait(timeout_s, words)
+    while True:
+        with suppress(TimeoutError):
+            found = wait.until(look)  # where a firewall drops packets it takes long
+            if found is not None:
+                return found
         if not wait.go_on():
             raise WorldError(
                 f"No rendezvous of this job at {route.address} after {timeout_s:g} s. Waited for "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from hvdtrain.errors import WorldError
 from hvdtrain.runtime.waiting import Wait
@@ -100,10 +101,15 @@ class Store:
         """
         keys = list(keys)
         found: dict[str, bytes] = {}
-        while True:
+
+        def look() -> None:
             for key in keys:
                 if key not in found and (value := self.get(key)) is not None:
                     found[key] = value
+
+        while True:
+            with suppress(TimeoutError):
+                wait.until(look)
             if len(found) == len(keys) or not wait.go_on():
                 return found
 

@@ -7,12 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
+from typing import TypeVar
 
 from hvdtrain.errors import EXIT_STOPPED, WorldError
 from hvdtrain.log import get_logger
 from hvdtrain.runtime.stop import stop_signal
 from hvdtrain.world.failure import signal_name
 from hvdtrain.world.world import World
+
+T = TypeVar("T")
 
 FIRST_WORDS_S = 5.0
 """After which it is said for whom this process waits; then again at each doubling."""
@@ -51,6 +54,38 @@ class Wait:
         self._began_s = time.monotonic()
         self._say_at_s = FIRST_WORDS_S
         self._pause_s = _SHORTEST_S
+
+    def until(self, work: Callable[[], T]) -> T:
+        """Run something that may block for long, such as a request to a lost host, in a thread.
+
+        Args:
+            work: Callable, which may raise OSError and WorldError.
+
+        Returns:
+            What `work` returns.
+
+        Raises:
+            WaitStoppedError: This process was told to stop.
+            TimeoutError: The time is over.
+        """
+        done: list[T] = []
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                done.append(work())
+            except (OSError, WorldError) as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(_SHORTEST_S)
+        while thread.is_alive():
+            if not self.go_on():
+                raise TimeoutError("no answer")
+        if failed:
+            raise failed[0]
+        return done[0]
 
     def go_on(self) -> bool:
         """Pause for a moment.

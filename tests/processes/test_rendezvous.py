@@ -15,6 +15,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from hvdtrain.runtime.bootstrap import candidate_ports, start_bootstrap
+from hvdtrain.world import detect_world
+from hvdtrain.world.secret import JobKey
+
 LIMIT_S = 20.0
 SAYS_WITHIN_S, ENDS_WITHIN_S = 12.0, 2.0  # 5 s and at once, on a loaded machine
 STARTERS = ("HOROVOD_", "OMPI_", "PMI", "SLURM_", "HVDTRAIN_", "TF_CONFIG")
@@ -136,6 +140,8 @@ ELASTIC = ("launch", "--starter", "horovodrun", "-np", "2", "--min-np", "1",
 WAITING = {
     "a rank without rank 0": (RANK, 1, r"Waiting for rank 0 on 127\.0\.0\.1, which serves the "
                               r"rendezvous at 127\.0\.0\.1, port \d+"),
+    "a rank whose packets are dropped": (RANK, 1, r"Waiting for rank 0 on 127\.0\.0\.1, which "
+                                         r"serves the rendezvous at 127\.0\.0\.1, port \d+"),
     "rank 0 without the others": (RANK, 0, r"Waiting for rank 1 on 127\.0\.0\.1, rank 2 on "
                                   r"127\.0\.0\.1: \d+ s so far, at most 20 s"),
     "a process of TensorFlow": (UNDER_TENSORFLOW, 1, r"Waiting for rank 0 on 127\.0\.0\.1, which "
@@ -146,6 +152,22 @@ WAITING = {
 }
 
 
+def held_ports(ports: list[int]) -> list[socket.socket]:
+    """Sockets at all ports of a job's rendezvous whose queues are full: packets are dropped."""
+    environ = environment(ports, 0)
+    made = start_bootstrap(detect_world(environ), environ, timeout_s=5)
+    assert made.server is not None
+    made.server.close()
+    held = []
+    for port in candidate_ports(JobKey(made.variables["HVDTRAIN_SECRET"])):
+        held.append(socket.create_server(("127.0.0.1", port), backlog=0))
+        for _ in range(3):
+            held.append(socket.socket())
+            held[-1].setblocking(False)
+            held[-1].connect_ex(("127.0.0.1", port))
+    return held
+
+
 @pytest.fixture(scope="module")
 def waiting(tmp_path_factory: pytest.TempPathFactory
             ) -> Iterator[dict[str, subprocess.Popen[str]]]:
@@ -154,14 +176,20 @@ def waiting(tmp_path_factory: pytest.TempPathFactory
     script.write_text("#!/bin/sh\necho localhost:2\n")
     script.chmod(0o755)
     made = {}
+    ports = free_ports(3)
+    deaf = held_ports(ports)
     for name, (program, rank, _) in WAITING.items():
-        if program:
+        if "dropped" in name:
+            made[name] = start(program, environment(ports, rank, MARK="x"))
+        elif program:
             made[name] = start(program, environment(free_ports(3), rank, MARK="x"))
         else:
             made[name] = subprocess.Popen(
                 [sys.executable, "-m", "hvdtrain", *ELASTIC, str(script), "--", "true"], text=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     yield made
+    for one in deaf:
+        one.close()
     for process in made.values():
         process.kill()
         process.wait()

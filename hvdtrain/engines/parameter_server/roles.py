@@ -100,7 +100,7 @@ class Assignment:
     hosts: Sequence[str] = ()
     """The host of each rank."""
     threads: int = 1
-    admitted: Sequence[str] = ()
+    admitted: Sequence[str] = field(default_factory=list)
     """Addresses from which TensorFlow's server takes connections; empty: from all."""
     starts: int = 0
     """How often this role was started before."""
