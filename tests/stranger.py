@@ -330,7 +330,10 @@ def write_to_the_agent(target: Target) -> str:
 
 def main() -> None:
     """Do what is asked for, one by one."""
-    target = Target(json.loads(sys.stdin.readline()))
+    first = sys.stdin.readline()
+    if not first:
+        return
+    target = Target(json.loads(first))
     "".encode("idna")  # what the sockets need of Python's files, which nobody may read
     if os.geteuid() == 0:
         os.setgroups([])

@@ -16,7 +16,7 @@ from typing import Any
 from hvdtrain.errors import WorldError
 from hvdtrain.optional import require
 from hvdtrain.runtime.bootstrap import start_bootstrap
-from hvdtrain.runtime.meet import claim, meet
+from hvdtrain.runtime.meet import claim, meet, take_place
 from hvdtrain.runtime.store import Store
 from hvdtrain.runtime.waiting import Wait, ranks_place
 from hvdtrain.world.network import interfaces, route_to
@@ -42,9 +42,10 @@ def open_store(world: World, environ: Mapping[str, str], scope: str, *,
     Raises:
         WorldError: The ranks cannot find each other.
     """
-    store = Store.of(environ, scope)
-    if store is not None and world.rendezvous == "gloo":
-        return store
+    if world.rendezvous == "gloo":
+        store = Store.of(environ, f"{scope}{take_place(world, environ)}")
+        if store is not None:
+            return store
     if world.rendezvous == "mpi" and world.local_size != world.size:
         return _open_through_mpi(world, scope)
     # Under mpirun on one host all ranks are children of one daemon.

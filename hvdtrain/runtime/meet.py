@@ -8,9 +8,12 @@ rendezvous (horovodrun's, our launcher's or `bootstrap`'s), where waiting costs 
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from hvdtrain.errors import WorldError
 from hvdtrain.runtime.store import Store
@@ -18,8 +21,9 @@ from hvdtrain.runtime.waiting import Wait, ranks_place
 from hvdtrain.world.secret import SECRET_VARIABLE
 from hvdtrain.world.world import World
 
-_SCOPE = "hvdtrain.meet"
-_me: dict[int, str] = {}
+_SCOPE, _PLACES = "hvdtrain.meet", "hvdtrain.places"
+_MOST_PROGRAMS = 1000
+_me: dict[int, bytes] = {}
 
 
 def meet(world: World, environ: Mapping[str, str], *, name: str = "start",
@@ -37,17 +41,47 @@ def meet(world: World, environ: Mapping[str, str], *, name: str = "start",
         WorldError: Ranks are missing when the time is over (they are named), another process is
             this rank already, the rendezvous has gone, or this process was told to stop.
     """
-    store = Store.of(environ, f"{_SCOPE}.{name}")
-    if world.size == 1 or store is None:
+    if world.size == 1 or Store.of(environ, _SCOPE) is None:
+        return
+    store = Store.of(environ, f"{_SCOPE}.{name}{take_place(world, environ)}")
+    if store is None:
         return
     keys = [str(rank) for rank in range(world.size)]
-    claim(store, str(world.rank), who_am_i(world).encode(), f"Rank {world.rank}")
+    store.put(str(world.rank))
     wait = Wait(timeout_s, lambda: ranks_place(world, store.missing(keys)) or "rank 0's word")
     if world.is_chief:
         _check(world, store, keys, store.wait(keys, wait), timeout_s)
         store.put("go")
     elif "go" not in store.wait(["go"], wait):
         _check(world, store, keys, {}, timeout_s)
+
+
+def take_place(world: World, environ: Mapping[str, str]) -> str:
+    """Be the one process of this rank.
+
+    The rendezvous of a launcher outlives the processes of the ranks. Where a rank runs one program
+    after the other (`bash -c "python a.py; python b.py"`), each has keys of its own.
+
+    Args:
+        world: Which rank this is.
+        environ: As for `meet`.
+
+    Returns:
+        The end of the names of scopes, equal on all ranks: "" for the first program.
+
+    Raises:
+        WorldError: Another process is this rank; it is named.
+    """
+    store = Store.of(environ, _PLACES)
+    me = _who_am_i(world)
+    for number in range(_MOST_PROGRAMS if store is not None else 0):
+        key = f"{number}.{world.rank}"
+        if store is None or store.put(key, me):
+            return f".{number}" if number else ""
+        other = store.get(key) or b""
+        if world.rendezvous != "gloo" or _is_alive(other):
+            raise _taken(store, other, me, f"Rank {world.rank}")
+    return ""
 
 
 def claim(store: Store, key: str, value: bytes, what: str) -> None:
@@ -62,23 +96,53 @@ def claim(store: Store, key: str, value: bytes, what: str) -> None:
     Raises:
         WorldError: Another process has set it; it is named.
     """
-    if store.put(key, value):
-        return
-    other = (store.get(key) or b"").decode(errors="replace")
-    raise WorldError(
-        f"{what} of this job is taken: {other} was first at the rendezvous "
-        f"{store.address}:{store.port}; this is {value.decode(errors='replace')}. Expected one "
-        "process for each rank. Was the job started twice, or do two jobs have the same hosts, "
-        f"ports and sizes? End the other, or give each job a {SECRET_VARIABLE} of its own, the "
-        "same on all of its ranks.")
+    if not store.put(key, value):
+        raise _taken(store, store.get(key) or b"", value, what)
 
 
-def who_am_i(world: World) -> str:
-    """This process, in words that no other has."""
+def _taken(store: Store, other: bytes, value: bytes, what: str) -> WorldError:
+    return WorldError(
+        f"{what} of this job is taken: {_words(other)} was first at the rendezvous "
+        f"{store.address}:{store.port}; this is {_words(value)}. Expected one process for each "
+        "rank. Was the job started twice, or do two jobs have the same hosts, ports and sizes? "
+        f"End the other, or give each job a {SECRET_VARIABLE} of its own, the same on all of its "
+        "ranks.")
+
+
+def _who_am_i(world: World) -> bytes:
+    """This process, in a text that no other has."""
     pid = os.getpid()
     if pid not in _me:
-        _me[pid] = f"process {pid} on {world.host} (since {time.strftime('%H:%M:%S')})"
+        _me[pid] = json.dumps({
+            "pid": pid, "host": world.host, "node": socket.gethostname(), "begun": _begun(pid),
+            "since": time.strftime("%H:%M:%S")}).encode()
     return _me[pid]
+
+
+def _words(value: bytes) -> str:
+    text = value.decode(errors="replace")
+    try:
+        return "process {pid} on {host} (since {since})".format(**json.loads(text))
+    except (ValueError, TypeError, KeyError):
+        return text[:200]
+
+
+def _is_alive(value: bytes) -> bool:
+    """Whether a process that has said who it is runs on this host now."""
+    try:
+        told = json.loads(value)
+        return bool(told["node"] == socket.gethostname()
+                    and told["begun"] == _begun(int(told["pid"])) != "")
+    except (ValueError, TypeError, KeyError):
+        return False
+
+
+def _begun(pid: int) -> str:
+    """When a process began, in ticks since the host did; "" if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
 
 
 def _check(world: World, store: Store, keys: list[str], found: Mapping[str, bytes],

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -27,7 +28,7 @@ import os, sys, time
 from hvdtrain import log
 from hvdtrain.runtime import guard
 from hvdtrain.runtime.bootstrap import bootstrap
-from hvdtrain.runtime.exchange import exchange
+from hvdtrain.runtime.exchange import exchange, open_store
 from hvdtrain.runtime.meet import meet
 from hvdtrain.runtime.store import Store
 from hvdtrain.world import detect_world
@@ -133,6 +134,38 @@ def test_processes_of_tensorflow_meet_before_it_listens() -> None:
     said = end(*(start(UNDER_TENSORFLOW, environment(ports, rank)) for rank in range(3)))
     assert [(code, out.strip()) for code, out, _ in said] == [
         (0, f"met 127.0.0.1:{port}") for port in ports], said
+
+
+TWO_PROGRAMS = HEAD + """
+meet(world, os.environ, timeout_s=20)
+store = open_store(world, os.environ, "hvdtrain.test")
+print(*exchange(store, world, "mark", f"{sys.argv[1]}{world.rank}", timeout_s=20), flush=True)
+"""
+
+
+@pytest.mark.parametrize("between", ["; ", " || "])
+def test_a_rank_may_run_one_program_after_the_other(tmp_path: Path, between: str) -> None:
+    """Under one launcher, whose rendezvous still holds what the first program has put."""
+    program = tmp_path / "program.py"
+    code = "sys.exit(1)" if "|" in between else "pass"
+    program.write_text(TWO_PROGRAMS + f"\nif sys.argv[1] == 'first':\n    {code}\n")
+    line = between.join(f"{sys.executable} {program} {mark}" for mark in ("first", "second"))
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain", "launch", "-np", "2", "-v", "--", "sh", "-c", line],
+        capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert f"[{rank}] first0 first1\n[{rank}] second0 second1\n" in "".join(
+            f"{text}\n" for text in done.stdout.splitlines() if text.startswith(f"[{rank}]"))
+
+
+def test_two_programs_of_one_rank_at_once_are_refused() -> None:
+    line = f"{sys.executable} -c '{HEAD}meet(world, os.environ); time.sleep(3)'"
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain", "launch", "-np", "2", "-v", "--", "sh", "-c",
+         f"{line} & sleep 1; {line}"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"Rank [01] of this job is taken: process \d+ on localhost ", done.stderr)
 
 
 ELASTIC = ("launch", "--starter", "horovodrun", "-np", "2", "--min-np", "1",
