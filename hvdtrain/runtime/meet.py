@@ -17,12 +17,12 @@ from pathlib import Path
 
 from hvdtrain.errors import WorldError
 from hvdtrain.runtime.store import Store
-from hvdtrain.runtime.waiting import Wait, ranks_place
+from hvdtrain.runtime.waiting import Wait, rank_place, ranks_place
 from hvdtrain.world.secret import SECRET_VARIABLE
 from hvdtrain.world.world import World
 
 _SCOPE, _PLACES = "hvdtrain.meet", "hvdtrain.places"
-_MOST_PROGRAMS = 1000
+_MOST_PROGRAMS, _MANY = 1000, 32
 _me: dict[int, bytes] = {}
 
 
@@ -48,7 +48,13 @@ def meet(world: World, environ: Mapping[str, str], *, name: str = "start",
         return
     keys = [str(rank) for rank in range(world.size)]
     store.put(str(world.rank))
-    wait = Wait(timeout_s, lambda: ranks_place(world, store.missing(keys)) or "rank 0's word")
+
+    def words() -> str:
+        if world.size > _MANY and not world.is_chief:  # they would all ask for all at once
+            return f"{rank_place(world, 0)}, which says for which ranks it waits"
+        return ranks_place(world, store.missing(keys)) or "rank 0 to go on"
+
+    wait = Wait(timeout_s, words)
     if world.is_chief:
         _check(world, store, keys, store.wait(keys, wait), timeout_s)
         store.put("go")
