@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -155,6 +156,26 @@ def test_a_host_that_comes_late_is_waited_for(fragile_hosts: VirtualHosts, mark:
     fragile_hosts.run("hostb", ["/usr/sbin/sshd", "-p", port])
     out, _ = process.communicate(timeout=30)
     assert (process.returncode, out.count("here")) == (0, 2), out
+
+
+def test_who_is_waited_for_is_told_and_sigterm_is_heeded(quiet_hosts: VirtualHosts, mark: str
+                                                         ) -> None:
+    process = quiet_hosts.start("hosta", [
+        *LAUNCH, "-H", "hosta:1,hostx:1", "--start-timeout", "60", *shell("true", mark)], cwd=ROOT)
+    assert process.stdout is not None
+    silent = threading.Timer(15.0, quiet_hosts.signal,
+                             ("hosta", "hvdtrain launch", signal.SIGKILL))
+    silent.start()
+    line = process.stdout.readline()
+    silent.cancel()
+    silent.join()
+    assert re.match(r"hvdtrain launch: waiting for hostx \(exit code 255, .*hostx.*\): \d+ s so",
+                    line), line
+    began = time.monotonic()
+    quiet_hosts.signal("hosta", "hvdtrain launch", signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 143, out
+    assert time.monotonic() - began < 3.0
 
 
 def test_an_identity_file_is_used(fragile_hosts: VirtualHosts, mark: str, tmp_path: Path) -> None:
