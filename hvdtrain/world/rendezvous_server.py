@@ -174,7 +174,8 @@ class Hosts:
             self._refused[address] = float("inf")
             with suppress(OSError):
                 os.write(2, (f"hvdtrain rendezvous: connections from {address} are refused: no "
-                             "host of this job is known to have that address\n").encode())
+                             "host of this job is known to have that address. If one has it, "
+                             "name its network in --network-interface.\n").encode())
 
     def _resolve(self) -> None:
         while True:

@@ -158,4 +158,5 @@ def test_the_job_meets_again_and_ends_well(job: Job) -> None:
     (job.folder / "stop").touch()
     out, _ = job.launch.communicate(timeout=LIMIT_S)
     assert job.launch.returncode == 0, out
+    assert out.count("connections from 127.0.0.2 are refused") == 1, out
     assert out.count("done, 0 of 2") == out.count("done, 1 of 2") == 1, out
