@@ -14,7 +14,8 @@ from hvdtrain.build_horovod.toolchain import Mpi
 from hvdtrain.errors import EXIT_TIME_OVER, BuildError
 from hvdtrain.hosts import Host, assign_ranks, rank_variables
 from hvdtrain.log import get_logger
-from hvdtrain.world.rendezvous import gloo_variables, listen, serve
+from hvdtrain.world.rendezvous import gloo_variables, listen_on_all, serve
+from hvdtrain.world.secret import JobKey, new_secret
 
 RANK_PROGRAM = Path(__file__).with_name("selftest_rank.py")
 TIMEOUT_S = 300.0
@@ -62,8 +63,10 @@ def run_gloo_ranks(command: list[str], *, env: Mapping[str, str],
 
     A rank that is not done after `timeout_s` is killed and gets code 124.
     """
-    server = serve(listen("127.0.0.1"), hosts=["localhost"], slots=[size])
-    shared = {**env, **gloo_variables(address="127.0.0.1", port=server.port, interface="lo")}
+    key = JobKey(new_secret())
+    server = serve(listen_on_all(["127.0.0.1"]), hosts=["localhost"], slots=[size], key=key)
+    shared = {**env, **gloo_variables(address="127.0.0.1", port=server.port, interface="lo",
+                                      key=key)}
     try:
         with tempfile.TemporaryDirectory() as folder:
             return _run_ranks(command, shared, Path(folder), timeout_s, size)

@@ -1,10 +1,9 @@
 """`Collective`: the one interface behind which Horovod, mpi4py and a lone process look alike.
 
 Two kinds of operation. Tensor operations (`reduce`, `reduce_scatter`, `allgather`, `alltoall`) work
-eagerly and in a
-`tf.function`. Host operations (`broadcast_array`, `gather_objects`, `barrier`) take numpy arrays
-or picklable objects, run at once and block. **All ranks must call each operation, in the same
-order, with the same names, shapes and types**, unless it says otherwise.
+eagerly and in a `tf.function`. Host operations (`broadcast_array`, `gather_objects`, `barrier`)
+take numpy arrays or plain values (`plain.py`), run at once and block. **All ranks must call each
+operation, in the same order, with the same names, shapes and types**, unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -138,7 +137,15 @@ class Collective(ABC):
 
     @abstractmethod
     def gather_objects(self, value: object) -> list[Any]:
-        """Return the picklable `value` of every rank, in rank order, on every rank."""
+        """Return the `value` of every rank, in rank order, on every rank.
+
+        Args:
+            value: None, bool, int, float, str, bytes, list, tuple, dict or numpy arrays, nested
+                at will, or a dataclass that `plain.carried` marks. Nothing is pickled.
+
+        Raises:
+            CollectiveError: It holds something else.
+        """
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""

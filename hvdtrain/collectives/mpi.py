@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.collectives.base import Array, Collective, ReduceOp, Tensor
+from hvdtrain.collectives.plain import decode, encode
 from hvdtrain.errors import CollectiveError
 from hvdtrain.optional import require
 
@@ -83,10 +84,16 @@ class MpiCollective(Collective):
         return out
 
     def _allgather_array(self, array: Array) -> Array:
-        counts = self._comm.allgather(array.size)
+        counts = self._counts(array.size)
         flat = np.empty(sum(counts), array.dtype)
         self._comm.Allgatherv(np.ascontiguousarray(array).reshape(-1), (flat, counts))
         return flat.reshape((-1, *array.shape[1:]))
+
+    def _counts(self, mine: int) -> list[int]:
+        """The number of every rank, as an array: mpi4py would pickle a Python object."""
+        counts = np.empty(self.size, np.int64)
+        self._comm.Allgather(np.array([mine], np.int64), counts)
+        return [int(count) for count in counts]
 
     def reduce_scatter(self, tensors: Sequence[Tensor], *, name: str,
                        op: ReduceOp) -> list[Tensor]:
@@ -142,8 +149,14 @@ class MpiCollective(Collective):
         return received
 
     def gather_objects(self, value: object) -> list[Any]:
-        """Gather pickled objects. See `Collective.gather_objects`."""
-        return list(self._comm.allgather(value))
+        """Gather values as bytes. See `Collective.gather_objects`."""
+        mine = np.frombuffer(encode(value), np.uint8)
+        sizes = self._counts(mine.size)
+        joined = np.empty(sum(sizes), np.uint8)
+        self._comm.Allgatherv(mine, (joined, sizes))
+        ends = np.cumsum(sizes)
+        return [decode(joined[end - size:end].tobytes())
+                for end, size in zip(ends, sizes, strict=True)]
 
     def close(self) -> None:
         """Free the communicator. All ranks. MPI itself ends with the process."""

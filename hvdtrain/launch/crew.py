@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import selectors
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hvdtrain.errors import EXIT_NOT_STARTED, MachineError
 from hvdtrain.hosts import rank_variables
-from hvdtrain.launch.link import LEASE_S, AgentLink, StartProcess
-from hvdtrain.launch.network import choose_interface, rendezvous_address
+from hvdtrain.launch.link import LEASE_S, AgentLink, HostFacts, StartProcess
+from hvdtrain.launch.network import choose_interface, launcher_address
 from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.waiting import WaitingWords
 from hvdtrain.preload import client as preload_client
 from hvdtrain.preload.client import SOCKET_VARIABLE
 from hvdtrain.preload.server import server_command
+from hvdtrain.world.detect import HOSTS_VARIABLE
 from hvdtrain.world.rendezvous import gloo_variables
+from hvdtrain.world.secret import SECRET_VARIABLE, JobKey
+
+OpenRendezvous = Callable[[Sequence[str], Sequence[str]], Mapping[str, int]]
+"""From addresses of this host and the addresses of those who may come to the port at each."""
 
 _ANSWER_LIMIT_S = 60.0
 """For a host that takes the connection and says nothing more (a hanging home directory)."""
@@ -38,18 +46,22 @@ class Crew:
     def __init__(self, plan: LaunchPlan) -> None:
         self._plan = plan
         hosts = list(dict.fromkeys(slot.host for slot in plan.slots))
+        self._addresses: dict[str, str] = {}
+        """Of this launcher, as each host sees it."""
         self._several = len(hosts) > 1
         self.links = {
             host: AgentLink(host, [other for other in hosts if other != host][:_PEERS],
                             None if host in plan.local_hosts else plan.remote)
             for host in hosts}
 
-    def bring_up(self, start: StartProcess, interrupted: Callable[[], bool]) -> bool:
+    def bring_up(self, start: StartProcess, interrupted: Callable[[], bool],
+                 say: Callable[[str], None]) -> bool:
         """Start all agents and wait until each has told its facts.
 
         Args:
             start: Starts a process with pipes on its three streams.
             interrupted: Tells whether to give up.
+            say: Writes a line to the user: for which hosts the launcher waits.
 
         Returns:
             False when it was interrupted.
@@ -60,34 +72,65 @@ class Crew:
         started = time.monotonic()
         pending = dict(self.links)
         problems: dict[str, str] = {}
+        waiting = WaitingWords(say)
+
+        def give_up(silent: Iterable[str]) -> bool:
+            waiting.tick(lambda: "; ".join(
+                f"{host} ({problems.get(host, 'no answer yet')})" for host in silent))
+            return interrupted()
+
         while pending and not interrupted():
             for link in pending.values():
                 link.start(start)
-            failed = self._await_facts(pending.values(), interrupted)
+            failed = self._await_facts(pending.values(), give_up)
             problems = {host: text for host, text in failed.items() if text}
             pending = {host: self.links[host] for host in problems}
             if problems and time.monotonic() - started > self._plan.start_timeout_s:
                 raise MachineError(_unreachable(problems, self._plan.start_timeout_s))
-            if problems:
+            if problems and not give_up(problems):
                 time.sleep(_RETRY_S)
         return not interrupted()
 
-    def send_work(self, env: Mapping[str, str], port: int) -> None:
+    def launcher_addresses(self) -> list[str]:
+        """The addresses of this host at which the ranks find it, each once.
+
+        Raises:
+            LaunchError: The name of a host cannot be resolved here.
+        """
+        self._addresses = {host: "127.0.0.1" if link.is_local
+                           else launcher_address(host, _facts(link))
+                           for host, link in self.links.items()}
+        return list(dict.fromkeys(self._addresses.values()))
+
+    def sources(self) -> list[str]:
+        """The addresses and networks from which ranks may come."""
+        found = [item for item in self._plan.network_interface if "/" in item]
+        for link in self.links.values():
+            facts = _facts(link)
+            for address in (*facts.interfaces.values(), facts.ssh_server or ""):
+                with suppress(ValueError):  # IPv6, or none
+                    found.append(str(ipaddress.IPv4Address(address)))
+        return list(dict.fromkeys(found))
+
+    def send_work(self, env: Mapping[str, str], ports: Mapping[str, int]) -> None:
         """Tell each agent what to start.
 
         Args:
-            env: The environment that all ranks share.
-            port: Of the rendezvous on this host.
+            env: The environment that all ranks share, with the secret of the job.
+            ports: Of the rendezvous, at each of `launcher_addresses`.
 
         Raises:
             LaunchError: A host has no usable network interface.
         """
-        ways = {host: self._way(link) for host, link in self.links.items()}
-        preload = self._preload()
+        interfaces = {host: self._interface(link) for host, link in self.links.items()}
+        preload, key = self._preload(), JobKey(env[SECRET_VARIABLE])
+        counts = {slot.host: slot.local_size for slot in self._plan.slots}
+        everyone = ",".join(f"{host}:{count}" for host, count in counts.items())
         for host, link in self.links.items():
-            interface, address = ways[host]
+            interface, address = interfaces[host], self._addresses[host]
             shared = ({"NCCL_SOCKET_IFNAME": interface} | _for_host(env, link)
-                      | gloo_variables(address=address, port=port, interface=interface))
+                      | gloo_variables(address=address, port=ports[address], interface=interface,
+                                       key=key) | {HOSTS_VARIABLE: everyone})
             ranks = {slot.rank: shared | rank_variables(slot, self._plan.np)
                      for slot in self._plan.slots if slot.host == host}
             link.send_work({"command": self._plan.argv, "directory": os.getcwd(), "ranks": ranks,
@@ -115,18 +158,15 @@ class Crew:
         for link in self.links.values():
             link.reap(max(0.1, deadline - time.monotonic()))
 
-    def _way(self, link: AgentLink) -> tuple[str, str]:
-        """The interface of a host, and the rendezvous as seen from it."""
-        if link.facts is None:
-            raise RuntimeError(f"{link.host} has not told its facts")
-        address = "127.0.0.1" if link.is_local else rendezvous_address(link.host, link.facts)
+    def _interface(self, link: AgentLink) -> str:
+        """The interface of a host for the traffic between the ranks."""
         if not self._several:
-            return "lo", address  # the ranks of one host talk over its loopback interface
-        return choose_interface(link.host, link.facts, self._plan.network_interface), address
+            return "lo"  # the ranks of one host talk over its loopback interface
+        return choose_interface(link.host, _facts(link), self._plan.network_interface)
 
     @staticmethod
     def _await_facts(links: Iterable[AgentLink],
-                     interrupted: Callable[[], bool]) -> dict[str, str]:
+                     give_up: Callable[[Iterable[str]], bool]) -> dict[str, str]:
         """For each host why it did not tell its facts, "" where it did."""
         waiting = {link.host: link for link in links}
         result: dict[str, str] = {}
@@ -134,7 +174,7 @@ class Crew:
         with selectors.DefaultSelector() as selector:
             for link in waiting.values():
                 selector.register(link, selectors.EVENT_READ, link)
-            while waiting and not interrupted() and time.monotonic() < deadline:
+            while waiting and not give_up(waiting) and time.monotonic() < deadline:
                 for key, _ in selector.select(_POLL_S):
                     link = key.data
                     ended = link.read() is None
@@ -147,6 +187,12 @@ class Crew:
             result[link.host] = (f"no answer in {_ANSWER_LIMIT_S:g} s. Does a login script there "
                                  "wait for something?")
         return result
+
+
+def _facts(link: AgentLink) -> HostFacts:
+    if link.facts is None:
+        raise RuntimeError(f"{link.host} has not told its facts")
+    return link.facts
 
 
 def _why(link: AgentLink) -> str:

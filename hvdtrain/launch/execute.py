@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 from hvdtrain.errors import EXIT_SIGNALLED, LaunchError, MachineError
 from hvdtrain.launch.console import Console
@@ -15,9 +16,11 @@ from hvdtrain.launch.native import NativeJob
 from hvdtrain.launch.network import await_names
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.signals import WITH_STOP, SignalInbox
+from hvdtrain.launch.waiting import WaitingWords
 from hvdtrain.world.detect import STARTER_VARIABLE
 from hvdtrain.world.failure import REPORT_VARIABLE
-from hvdtrain.world.rendezvous import listen, serve
+from hvdtrain.world.rendezvous import listen_on_all, serve
+from hvdtrain.world.secret import SECRET_VARIABLE, JobKey, new_secret, secret_in
 
 
 def launch(plan: LaunchPlan) -> int:
@@ -37,13 +40,18 @@ def launch(plan: LaunchPlan) -> int:
     _check_folder(plan, os.getcwd())
     env = {name: value for name, value in os.environ.items()
            if not name.startswith(plan.unset)} | dict(plan.env) | {REPORT_VARIABLE: "1"}
+    secret = secret_in(env) or new_secret()
+    if plan.starter == "horovodrun":  # it writes the whole environment on command lines
+        env.pop(SECRET_VARIABLE, None)
+    else:
+        env[SECRET_VARIABLE] = secret
     console = Console(plan.np, out=sys.stdout, err=sys.stderr, directory=plan.output,
                       verbose=plan.verbose)
     try:
         if plan.starter == "native":
             return _launch_native(plan, env, console)
         with SignalInbox() as inbox:
-            number = _await_others(plan, inbox)
+            number = _await_others(plan, inbox, console)
             return EXIT_SIGNALLED + number if number else ForeignJob(plan, console).run(env, inbox)
     finally:
         console.close()
@@ -58,11 +66,13 @@ def _check_folder(plan: LaunchPlan, folder: str) -> None:
             "gives to a shell without quotes. Use --starter native, or another folder.")
 
 
-def _await_others(plan: LaunchPlan, inbox: SignalInbox) -> int:
+def _await_others(plan: LaunchPlan, inbox: SignalInbox, console: Console) -> int:
     """Wait for the names of other hosts where that was asked; the signal that ended it, or 0."""
     taken: list[int] = []
+    waiting = WaitingWords(console.say)
 
-    def interrupted() -> bool:
+    def interrupted(missing: Sequence[str]) -> bool:
+        waiting.tick(lambda: f"the names of {', '.join(missing)} to be known on this host")
         taken.extend(inbox.take())
         return bool(taken)
 
@@ -74,15 +84,24 @@ def _await_others(plan: LaunchPlan, inbox: SignalInbox) -> int:
 
 def _launch_native(plan: LaunchPlan, env: Mapping[str, str], console: Console) -> int:
     slots = {slot.host: slot.local_size for slot in plan.slots}
-    only_here = set(slots) <= plan.local_hosts
-    server = serve(listen("127.0.0.1" if only_here else ""), hosts=list(slots),
-                   slots=list(slots.values()))
-    try:
-        with SignalInbox(WITH_STOP) as inbox:
-            return NativeJob(plan, console).run(
-                _start_agent, dict(env) | {STARTER_VARIABLE: "native"}, inbox, server.port)
-    finally:
-        server.close()
+    with ExitStack() as stack:
+        def open_rendezvous(addresses: Sequence[str], sources: Sequence[str]) -> dict[str, int]:
+            try:
+                listeners = listen_on_all(addresses)
+            except OSError as error:
+                raise LaunchError(
+                    f"The ranks cannot reach this launcher: they see it as "
+                    f"{' and '.join(addresses)}, where it cannot listen ({error}). Expected hosts "
+                    "that reach this one without network address translation. Start the launch "
+                    "on one of them.") from error
+            server = serve(listeners, hosts=list(slots), slots=list(slots.values()),
+                           key=JobKey(env[SECRET_VARIABLE]), sources=sources)
+            stack.callback(server.close)
+            return server.ports
+
+        inbox = stack.enter_context(SignalInbox(WITH_STOP))
+        return NativeJob(plan, console).run(
+            _start_agent, dict(env) | {STARTER_VARIABLE: "native"}, inbox, open_rendezvous)
 
 
 def _start_agent(command: Sequence[str]) -> subprocess.Popen[bytes]:

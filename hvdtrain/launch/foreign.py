@@ -28,10 +28,13 @@ from hvdtrain.launch.failure import RankEnd, first_failure, last_lines, name_cau
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.signals import SignalInbox
 from hvdtrain.launch.starter_words import RANK_LINES, StarterWords
+from hvdtrain.launch.waiting import FIRST_WORDS_S, WaitingWords, runs_below
 from hvdtrain.world.failure import signal_name
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.1
+_ELSEWHERE_S = 20.0
+"""Ranks on other hosts are not seen before they write something, and they load TensorFlow first."""
 _LAST_WORDS_S = 0.5
 _FAILURE_GRACE_S = 10.0
 """How long a starter may take to end a job of which a rank has said that it failed."""
@@ -55,6 +58,9 @@ class ForeignJob:
         self._started_s = time.time()
         self._ends: dict[int, RankEnd] = {}
         self._limit = None if plan.timeout_s is None else time.monotonic() + plan.timeout_s
+        seen = plan.waits_for or {slot.host for slot in plan.slots} & plan.local_hosts
+        self._waiting = WaitingWords(console.say, FIRST_WORDS_S if seen else _ELSEWHERE_S)
+        self._ranks_seen = False
         self._end_at: float | None = None
         self._terminated = False
         self._stopped_by = 0
@@ -125,7 +131,9 @@ class ForeignJob:
             self._console.finish(rank)
 
     def _act(self, process: subprocess.Popen[bytes], inbox: SignalInbox) -> None:
-        """Pass on signals, keep the limits."""
+        """Pass on signals, keep the limits, say when nothing happens."""
+        if not self._ranks_seen:
+            self._waiting.tick(lambda: self._waited_for(process.pid))
         for number in inbox.take():
             if number in (signal.SIGINT, signal.SIGTERM):
                 again, self._stopped_by = self._stopped_by, number
@@ -146,6 +154,15 @@ class ForeignJob:
             self._stopped_s = self._stopped_s or time.time()
             self._ask(process, signal.SIGKILL if self._terminated else signal.SIGTERM,
                       _KILL_AFTER_S)
+
+    def _waited_for(self, pid: int) -> str:
+        """Why no rank has written anything yet, unless one is seen to run here."""
+        self._ranks_seen = runs_below(pid, self._plan.command)
+        if self._ranks_seen:
+            return ""
+        hosts = ", ".join(dict.fromkeys(slot.host for slot in self._plan.slots))
+        return self._plan.waits_for or (
+            f"{self._plan.starter} (process {pid}); no rank on {hosts} has written anything yet")
 
     def _patience_s(self, failed: list[RankEnd]) -> float:
         if self._plan.starter != "srun":
@@ -174,6 +191,7 @@ class ForeignJob:
     def _take(self, stream: str, line: bytes) -> None:
         found = self._line.fullmatch(line)
         rank = int(found["rank"]) if found else -1
+        self._ranks_seen = self._ranks_seen or found is not None
         if found is None or rank >= self._plan.np:
             self._take_of_starter(stream, line)
             return

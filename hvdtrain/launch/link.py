@@ -29,6 +29,7 @@ LEASE_S = 12
 """An agent that hears nothing for so long ends its ranks."""
 _PING_S, _KILL_S = 3.0, 2.0
 _STDERR_LINES = 5
+_LARGEST_BYTES = 1 << 20
 _SOURCE = Path(__file__).with_name("agent.py").read_bytes()
 
 
@@ -111,7 +112,11 @@ class AgentLink:
         if not data:
             return None
         self._received += data
-        return list(self._messages())
+        try:
+            return list(self._messages())
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            self.last_words.append(f"it sent what no agent sends ({type(error).__name__}: {error})")
+            return None
 
     def read_stderr(self) -> list[str] | None:
         """The lines that were written to standard error; None when there are no more."""
@@ -157,12 +162,17 @@ class AgentLink:
                 start = end + 1
                 continue
             message = json.loads(buffer[start:end])
-            rest = end + 1 + message.get("size", 0)
+            size = message.get("size", 0)
+            if not (type(size) is int and 0 <= size <= _LARGEST_BYTES):
+                raise ValueError(f"a size of {size!r}")
+            rest = end + 1 + size
             if len(buffer) < rest:
                 break
             yield message, buffer[end + 1:rest]
             start = rest
         self._received = buffer[start:]
+        if len(self._received) > _LARGEST_BYTES:
+            raise ValueError(f"{len(self._received)} bytes without an end")
 
     def _take_facts(self, line: bytes) -> None:
         _, mark, text = line.partition(MARK)

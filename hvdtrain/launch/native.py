@@ -23,7 +23,7 @@ from hvdtrain.errors import (
     EXIT_TIME_OVER,
 )
 from hvdtrain.launch.console import Console
-from hvdtrain.launch.crew import Crew
+from hvdtrain.launch.crew import Crew, OpenRendezvous
 from hvdtrain.launch.failure import RankEnd, describe, first_failure
 from hvdtrain.launch.link import AgentLink, StartProcess
 from hvdtrain.launch.plan import LaunchPlan
@@ -60,14 +60,15 @@ class NativeJob:
         self._notes: set[str] = set()
 
     def run(self, start: StartProcess, env: Mapping[str, str], inbox: SignalInbox,
-            port: int) -> int:
+            open_rendezvous: OpenRendezvous) -> int:
         """Start the ranks and stay to their end.
 
         Args:
             start: Starts an agent, or the ssh to it, with pipes on its three streams.
             env: The environment that all ranks share.
             inbox: The signals for this process.
-            port: Of the rendezvous.
+            open_rendezvous: Starts the rendezvous at some addresses of this host, for requests
+                from some addresses and networks; gives the port at each address.
 
         Returns:
             The exit code of the job.
@@ -77,10 +78,12 @@ class NativeJob:
             LaunchError: A host has no usable network interface; nothing was started.
         """
         try:
-            if not self._crew.bring_up(start, lambda: self._interrupted(inbox)):
+            if not self._crew.bring_up(start, lambda: self._interrupted(inbox),
+                                       self._console.say):
                 self._console.say(f"ended by {signal_name(self._signal)} before the ranks started")
                 return EXIT_SIGNALLED + self._signal
-            self._crew.send_work(env, port)
+            ports = open_rendezvous(self._crew.launcher_addresses(), self._crew.sources())
+            self._crew.send_work(env, ports)
             if self._plan.timeout_s is not None:
                 self._arm("timeout", self._plan.timeout_s)
             for link in self._crew.links.values():
@@ -131,6 +134,10 @@ class NativeJob:
             self._note(f"{link.host}: {message['text']}")
             return
         rank = message["rank"]
+        if not (type(rank) is int and 0 <= rank < self._plan.np
+                and self._plan.slots[rank].host == link.host):
+            self._note(f"{link.host}: its agent speaks for rank {rank!r}, which is not there")
+            return
         if message["type"] == "output":
             self._console.feed(rank, message["stream"], payload)
         else:

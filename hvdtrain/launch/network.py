@@ -5,10 +5,11 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from hvdtrain.errors import LaunchError, MachineError
 from hvdtrain.launch.link import HostFacts
-from hvdtrain.world.network import find_interface, route_to
+from hvdtrain.world.network import find_interface, is_own_address, route_to
 
 _RETRY_S = 1.0
 
@@ -57,20 +58,36 @@ def rendezvous_address(host: str, facts: HostFacts) -> str:
             "can resolve, because its ranks must reach the launcher.") from error
 
 
-def await_names(hosts: Iterable[str], limit_s: float, interrupted: Callable[[], bool]) -> None:
+def launcher_address(host: str, facts: HostFacts) -> str:
+    """An address of this launcher at which a host reaches it, and at which it can listen.
+
+    ssh's idea of it is that of a host between, where there is one (ProxyJump) or a translation
+    of addresses; then it is the address on the way to that host.
+
+    Raises:
+        LaunchError: The name of the host cannot be resolved here.
+    """
+    address = rendezvous_address(host, facts)
+    if is_own_address(address):
+        return address
+    return rendezvous_address(host, replace(facts, ssh_client=None))
+
+
+def await_names(hosts: Iterable[str], limit_s: float,
+                interrupted: Callable[[Sequence[str]], bool]) -> None:
     """Wait until this host can resolve the names of all others, for starters that do not.
 
     Args:
         hosts: Names.
         limit_s: Float, how long to wait.
-        interrupted: Tells whether to give up.
+        interrupted: Tells whether to give up; gets the names that are not known yet.
 
     Raises:
         MachineError: Names that are unknown when the time is over.
     """
     deadline = time.monotonic() + limit_s
     missing = [host for host in hosts if not _is_known(host)]
-    while missing and not interrupted():
+    while missing and not interrupted(missing):
         if time.monotonic() > deadline:
             raise MachineError(
                 f"After {limit_s:g} s these hosts are not known here: {', '.join(missing)}. "

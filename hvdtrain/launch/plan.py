@@ -24,11 +24,13 @@ from hvdtrain.world.network import NETWORK_VARIABLE
 # Left by a launcher around this one; they would mislead the ranks, or the MPI under them.
 _STALE = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_", "HOROVOD_HOSTNAME",
           "HOROVOD_GLOO_RENDEZVOUS_", "OMPI_COMM_WORLD_", "PMIX_", "PMI_", "MPI_LOCAL",
-          "HVDTRAIN_STARTER", "HVDTRAIN_REPORT", COLLECTIVE_VARIABLE)
+          "HVDTRAIN_STARTER", "HVDTRAIN_REPORT", "HVDTRAIN_HOSTS", COLLECTIVE_VARIABLE)
 _STALE_IN_SRUN = ("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_DISTRIBUTION")
 _TO_ALL_HOSTS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONUNBUFFERED",
                  "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 _TO_ALL_HOSTS_BEGINNINGS = ("HVDTRAIN_", "HOROVOD_", "NCCL_", "TF_", "KERAS_", "XLA_")
+_ELASTIC_TIMEOUT_S = 600
+"""horovodrun's own."""
 _MPIJOB_START_S = 300.0
 """The pods of a job start in any order, and their names resolve late."""
 
@@ -42,6 +44,10 @@ class LaunchPlan:
     slots: tuple[Slot, ...]
     argv: tuple[str, ...]
     """Native: the program of each rank. Otherwise: the whole command line of the starter."""
+    command: tuple[str, ...] = ()
+    """The program of each rank."""
+    waits_for: str = ""
+    """What a starter of others waits for that is not here, in words."""
     env: Mapping[str, str]
     """Added to the environment of every rank."""
     unset: tuple[str, ...] = _STALE
@@ -93,6 +99,7 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str],
         request = replace(request, exported=tuple(sorted(names)))
     return LaunchPlan(
         starter=starter, np=len(slots), slots=slots, argv=COMMANDS[starter](request), env=env,
+        command=options.command, waits_for=_waits_for(starter, options),
         unset=_STALE + (_STALE_IN_SRUN if starter == "srun" else ()), notes=notes,
         output=options.output, timeout_s=options.timeout_s, grace_s=options.grace_s,
         verbose=options.verbose,
@@ -103,6 +110,14 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str],
         start_timeout_s=_start_timeout_s(options, environ),
         stop_signal=_stop_signal(starter, options.command, facts),
         says_done=is_fit(options.command))
+
+
+def _waits_for(starter: str, options: LaunchOptions) -> str:
+    if starter != "horovodrun" or not options.elastic.flags() or options.network_interface:
+        return ""
+    limit_s = options.elastic.elastic_timeout_s or _ELASTIC_TIMEOUT_S
+    return ("horovodrun, which with elastic options and without --network-interface waits for a "
+            f"second host, up to {limit_s} s; on one host give --network-interface lo")
 
 
 def _stop_signal(starter: str, command: tuple[str, ...], facts: LaunchFacts) -> int:

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hvdtrain.collectives.plain import carried
 from hvdtrain.errors import OptimizerError
 
 
+@carried
 @dataclass(frozen=True, kw_only=True)
 class GradientKind:
     """The gradient of one variable. Names may differ between ranks, and so may `ids`."""
@@ -33,6 +35,7 @@ class GradientKind:
         return f"a {self.form} {self.dtype} gradient ({shape})"
 
 
+@carried
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """What one rank is about to reduce."""

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import atexit
 import os
-import time
+from array import array
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
 
 from hvdtrain.errors import WorldError
 from hvdtrain.optional import require
 from hvdtrain.runtime.bootstrap import start_bootstrap
+from hvdtrain.runtime.meet import claim, meet, take_place
 from hvdtrain.runtime.store import Store
-from hvdtrain.world.network import route_to
-from hvdtrain.world.rendezvous import listen, serve
+from hvdtrain.runtime.waiting import Wait, ranks_place
+from hvdtrain.world.network import interfaces, route_to
+from hvdtrain.world.rendezvous import listen_on_all, serve
+from hvdtrain.world.secret import JobKey, new_secret
 from hvdtrain.world.world import World
+
+_LEAVE_S = 30.0
 
 
 def open_store(world: World, environ: Mapping[str, str], scope: str, *,
@@ -35,9 +42,10 @@ def open_store(world: World, environ: Mapping[str, str], scope: str, *,
     Raises:
         WorldError: The ranks cannot find each other.
     """
-    store = Store.of(environ, scope)
-    if store is not None and world.rendezvous == "gloo":
-        return store
+    if world.rendezvous == "gloo":
+        store = Store.of(environ, f"{scope}{take_place(world, environ)}")
+        if store is not None:
+            return store
     if world.rendezvous == "mpi" and world.local_size != world.size:
         return _open_through_mpi(world, scope)
     # Under mpirun on one host all ranks are children of one daemon.
@@ -61,39 +69,95 @@ def exchange(store: Store, world: World, name: str, text: str, *, who: Sequence[
         world: Which rank this is.
         name: String, tells one exchange from another.
         text: String, of this rank.
-        who: Strings for messages, what each rank is. Default: `rank 0` and so on.
+        who: Strings for messages, what each rank is. Default: `rank 0` and so on, with its host.
         timeout_s: Float, how long to wait for the last rank.
 
     Returns:
         The texts in the order of the ranks.
 
     Raises:
-        WorldError: Ranks are missing when the time is over; they are named.
+        WorldError: Ranks are missing when the time is over (they are named), another process is
+            this rank already, or this process was told to stop.
     """
-    store.put(f"{name}.{world.rank}", text.encode())
     keys = [f"{name}.{rank}" for rank in range(world.size)]
-    found = store.wait(keys, deadline=time.monotonic() + timeout_s)
-    missing = [who[rank] if who else f"rank {rank}"
-               for rank, key in enumerate(keys) if key not in found]
-    if missing:
+    claim(store, keys[world.rank], text.encode(), who[world.rank] if who else f"Rank {world.rank}")
+
+    def missing() -> str:
+        left = store.missing(keys)
+        places = ranks_place(world, left)
+        return f"{', '.join(who[rank] for rank in left)}: {places}" if who and left else places
+
+    found = store.wait(keys, Wait(timeout_s, missing))
+    if len(found) < len(keys):
         raise WorldError(
             f"Not all of the {world.size} processes have started after {timeout_s:g} s. Missing: "
-            f"{', '.join(missing)}. Look for errors in their output, and for hosts that are slow.")
+            f"{missing()}. Look for errors in their output, and for hosts that are slow.")
     return [found[key].decode() for key in keys]
 
 
+def meet_at(world: World, environ: Mapping[str, str], port: int, *,
+            timeout_s: float = 600.0) -> None:
+    """Return when all ranks are there; nothing of it is left. All ranks.
+
+    For processes that TensorFlow connects: while it waits for one, it says nothing and takes
+    SIGTERM for itself.
+
+    Args:
+        world: Which rank this is.
+        environ: The environment.
+        port: At which rank 0 serves meanwhile.
+        timeout_s: Float, how long to wait.
+
+    Raises:
+        WorldError: Ranks are missing when the time is over (they are named), another process is
+            this rank already, or this process was told to stop.
+    """
+    made = start_bootstrap(world, environ, timeout_s=timeout_s, ports=(port,))
+    try:
+        meet(world, made.variables, name="before", timeout_s=timeout_s)
+        store = Store.of(made.variables, "hvdtrain.meet.left")
+        if store is not None and world.is_chief:
+            others = [str(rank) for rank in range(1, world.size)]
+            store.wait(others, Wait(_LEAVE_S, lambda: "the others to leave the rendezvous"))
+        elif store is not None:
+            store.put(str(world.rank))
+    finally:
+        if made.server is not None:
+            made.server.close()
+
+
 def _open_through_mpi(world: World, scope: str) -> Store:
-    """Several hosts under mpirun, which tells no rank the name of another's host."""
+    """Several hosts under mpirun, which tells no rank the name of another's host.
+
+    MPI carries the secret; each rank tells the addresses from which it may come.
+    """
     require("mpi4py", "finding ranks on other hosts under mpirun")
     from mpi4py import MPI
-    everyone: list[str] = MPI.COMM_WORLD.allgather(world.host)
-    port = 0
+    told = gather_texts(MPI.COMM_WORLD, "\n".join(
+        [world.host, *(a for a in interfaces().values() if not a.startswith("127."))]))
+    everyone = [text.split("\n") for text in told]
+    place = ""
     if world.is_chief:
-        server = serve(listen(""), hosts=everyone, slots=[1] * world.size)
+        other = next(host for host, *_ in everyone if host != world.host)
+        address, key = route_to(other).own_address, JobKey(new_secret())
+        server = serve(
+            listen_on_all([address]), hosts=[host for host, *_ in everyone],
+            slots=[1] * world.size, key=key,
+            sources=sorted({address for _, *addresses in everyone for address in addresses}))
         atexit.register(server.close)
-        port = server.port
-    other = next(host for host in everyone if host != everyone[0])
-    address = route_to(other).own_address if world.is_chief else ""
-    address, port = MPI.COMM_WORLD.bcast((address, port))
+        place = f"{address} {server.port} {key.secret}"
+    address, port, secret = gather_texts(MPI.COMM_WORLD, place)[0].split()
     MPI.Finalize()
-    return Store(address, port, scope)
+    key = JobKey(secret)
+    return Store(address, int(port), scope, key=key, capability=key.capability)
+
+
+def gather_texts(communicator: Any, text: str) -> list[str]:
+    """The text of each rank of an mpi4py communicator, sent as bytes: mpi4py pickles objects."""
+    data = text.encode()
+    counts = array("q", [0] * communicator.Get_size())
+    communicator.Allgather(array("q", [len(data)]), counts)
+    joined = bytearray(sum(counts))
+    communicator.Allgatherv(data, [joined, list(counts)])
+    ends = list(accumulate(counts))
+    return [joined[end - count:end].decode() for end, count in zip(ends, counts, strict=True)]

@@ -11,6 +11,7 @@ from typing import Any
 from hvdtrain.errors import EXIT_SIGNALLED
 from hvdtrain.runtime.descendants import kill_descendants
 
+_installed: list[StopFlag] = []
 _REPEAT_S = 1.0
 """A scheduler and a launcher may both pass on one request: a second signal counts after this."""
 
@@ -45,15 +46,23 @@ class StopFlag:
         """Set the signal handlers; main thread only."""
         for number in (signal.SIGTERM, signal.SIGUSR1):
             self._former[number] = signal.signal(number, self._handle)
+        _installed.append(self)
 
     def uninstall(self) -> None:
         """Put the former handlers back."""
         for number, handler in self._former.items():
             signal.signal(number, handler)
         self._former.clear()
+        if self in _installed:
+            _installed.remove(self)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._signal and time.monotonic() - self._since_s > _REPEAT_S:
             kill_descendants()
             os._exit(EXIT_SIGNALLED + number)
         self.request(number)
+
+
+def stop_signal() -> int:
+    """The signal that asked this process to stop, where a `StopFlag` is installed; 0 if none."""
+    return next((flag.signal_number for flag in _installed if flag.requested), 0)

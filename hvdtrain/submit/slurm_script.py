@@ -15,6 +15,7 @@ import hvdtrain
 from hvdtrain.errors import EXIT_STOPPED
 from hvdtrain.launch.rank_command import RankCommand
 from hvdtrain.submit.slurm_options import SlurmOptions
+from hvdtrain.world.secret import SECRET_VARIABLE
 
 _FIT_WAIT_S = 30
 _ANSI_C = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\\": "\\\\", "'": "\\'"}
@@ -88,6 +89,10 @@ def _environment(options: SlurmOptions) -> str:
         lines.append("export PYTHONUNBUFFERED=1")
     if options.cpus_per_task is not None and "OMP_NUM_THREADS" not in given:
         lines.append('export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"')
+    if SECRET_VARIABLE not in given:
+        lines += ["# By it the ranks know each other; srun hands it to them.",
+                  f"{SECRET_VARIABLE}=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n') || exit",
+                  f"export {SECRET_VARIABLE}"]
     for item in options.env:
         name, equals, value = item.partition("=")
         if equals:

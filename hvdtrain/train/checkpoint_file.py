@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.collectives.plain import carried
 from hvdtrain.errors import CheckpointError, NotWrittenError
 from hvdtrain.optim import keras_model
 from hvdtrain.whole_file import whole_file
@@ -27,6 +28,7 @@ ARRAYS_MEMBER = "hvdtrain.npz"
 _ARRAY_KEY = "hvdtrain array"
 
 
+@carried
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """Where a run stood when a checkpoint was written."""

@@ -19,7 +19,7 @@ def on_chief(collective: Collective, work: Callable[[], T]) -> T:
 
     Args:
         collective: The collective to use.
-        work: Callable without arguments; its result must be picklable.
+        work: Callable without arguments; its result is a plain value (`gather_objects`).
 
     Raises:
         HvdtrainError: What `work` raised on the chief (same type), on every rank.
@@ -32,19 +32,30 @@ def on_chief(collective: Collective, work: Callable[[], T]) -> T:
             result = work()
         except Exception as error:
             failed = error
-    outcome: tuple[T | None, tuple[type[HvdtrainError], str] | None] = collective.gather_objects(
+    outcome: tuple[T | None, tuple[str, str] | None] = collective.gather_objects(
         (result, None if failed is None else _told(failed)))[0]
     if failed is not None:
         raise failed
     if outcome[1] is not None:
         kind, message = outcome[1]
-        raise kind(message)
+        raise _errors().get(kind, HvdtrainError)(message)
     return outcome[0]  # type: ignore[return-value]
 
 
-def _told(error: Exception) -> tuple[type[HvdtrainError], str]:
-    """An error of the chief as the others raise it."""
+def _told(error: Exception) -> tuple[str, str]:
+    """An error of the chief as the others raise it: the name of its class, and the message."""
     if isinstance(error, HvdtrainError):
-        return type(error), str(error)
-    return ChiefFailedError, (f"Rank 0 has failed ({type(error).__name__}: {error}), and this "
-                              "rank cannot go on without it. Look at the output of rank 0.")
+        return type(error).__name__, str(error)
+    return ChiefFailedError.__name__, (
+        f"Rank 0 has failed ({type(error).__name__}: {error}), and this rank cannot go on without "
+        "it. Look at the output of rank 0.")
+
+
+def _errors() -> dict[str, type[HvdtrainError]]:
+    """The errors that a rank may name."""
+    found, left = {}, [HvdtrainError]
+    while left:
+        kind = left.pop()
+        found[kind.__name__] = kind
+        left += kind.__subclasses__()
+    return found

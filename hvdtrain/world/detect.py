@@ -21,7 +21,12 @@ from hvdtrain.world.world import World
 STARTER_VARIABLE = "HVDTRAIN_STARTER"
 """Set to `native` by our own launcher, on each rank."""
 
+HOSTS_VARIABLE = "HVDTRAIN_HOSTS"
+"""Set by our own launcher: `HOST:SLOTS,...` of the whole job, in the order of the ranks."""
+
 Environ = Mapping[str, str]
+
+_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 
 # Slurm numbers the batch script, `salloc`'s interactive shell and the like from here on:
 # they have a step id but are no ranks.
@@ -70,7 +75,7 @@ def _read_horovod(environ: Environ, host: str) -> World | None:
     cross = _complete(environ, ("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"), "horovodrun",
                       "horovodrun --gloo -np N hvdtrain fit ...")
     rank, size, local_rank, local_size = numbers
-    address = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+    address = environ.get(_ADDRESS)
     if address is None and size != local_size:
         raise WorldError(
             f"HOROVOD_RANK is {rank} and HOROVOD_SIZE is {size}, but "
@@ -80,10 +85,20 @@ def _read_horovod(environ: Environ, host: str) -> World | None:
     name = environ.get("HOROVOD_HOSTNAME", host)
     starter = "native" if environ.get(STARTER_VARIABLE) == "native" else "horovodrun"
     evidence = _evidence(environ, *names, "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE",
-                         "HOROVOD_HOSTNAME", "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+                         "HOROVOD_HOSTNAME", _ADDRESS,
                          "HOROVOD_GLOO_RENDEZVOUS_PORT", STARTER_VARIABLE)
+    hosts, slots = _launched_hosts(environ, size) if starter == "native" else ((), ())
     return _world(numbers, name, starter, "bootstrap" if address is None else "gloo", evidence,
-                  cross=cross)
+                  cross=cross, hosts=hosts, slots=slots)
+
+
+def _launched_hosts(environ: Environ, size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The hosts of all ranks, where our launcher has told them."""
+    pairs = [item.rpartition(":") for item in environ.get(HOSTS_VARIABLE, "").split(",")]
+    if not all(host and count.isdigit() for host, _, count in pairs):
+        return (), ()
+    slots = tuple(int(count) for _, _, count in pairs)
+    return (tuple(host for host, _, _ in pairs), slots) if sum(slots) == size else ((), ())
 
 
 def _read_openmpi(environ: Environ, host: str) -> World | None:
@@ -247,7 +262,9 @@ def _require(environ: Environ, names: Sequence[str], starter: str, command: str)
 
 
 def _evidence(environ: Environ, *names: str) -> dict[str, str]:
-    return {name: environ[name] for name in names if name in environ}
+    """What was read. It is printed: a capability in the address of the rendezvous is left out."""
+    return {name: environ[name].partition("/")[0] if name == _ADDRESS else environ[name]
+            for name in names if name in environ}
 
 
 def _world(numbers: Sequence[int], host: str, starter: str, rendezvous: str,

@@ -77,6 +77,28 @@ def test_horovodrun_obeys_what_ssh_is_told_of_unknown_keys(
     else:
         assert done.returncode != 0
         assert "Host key verification failed" in done.stdout
+@pytest.mark.parametrize(("starter", "handed_on"), [
+    ("native", 3), ("mpirun", 3), ("horovodrun", 0)])
+def test_the_secret_of_a_job_stands_on_no_command_line(
+        hosts: VirtualHosts, starter: str, handed_on: int, tmp_path: Path) -> None:
+    """horovodrun, which would write it there, does not get it."""
+    secret = "0123456789abcdef" * 4
+    text = (f"echo x >> {tmp_path}/ranks; while [ ! -e {tmp_path}/end ]; do sleep 0.1; done; "
+            'echo "secret:$HVDTRAIN_SECRET"')
+    process = hosts.start("hosta", [
+        *LAUNCH, "-H", "hosta:2,hostb:1", "--starter", starter, "--network-interface", "eth0",
+        "--", "bash", "-c", text], cwd=ROOT, env=ENV | {"HVDTRAIN_SECRET": secret})
+    deadline = time.monotonic() + 60
+    began = tmp_path / "ranks"
+    while process.poll() is None and time.monotonic() < deadline and (
+            not began.exists() or len(began.read_text()) < 6):
+        time.sleep(0.1)
+    lines = [line for name in hosts.names for line in hosts.processes(name).values()]
+    (tmp_path / "end").touch()
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0, out
+    assert out.count(f"secret:{secret}") == handed_on, out
+    assert not [line for line in lines if secret in line]
 
 
 def test_mpirun_keeps_to_the_network_that_is_named(fragile_hosts: VirtualHosts) -> None:

@@ -74,10 +74,11 @@ def test_all_ranks_get_their_place_and_end_with_0(mark: str, capfd: pytest.Captu
 def test_the_rendezvous_is_there_and_ends_with_the_job(mark: str,
                                                        capfd: pytest.CaptureFixture[str]) -> None:
     text = """import http.client, os
-c = http.client.HTTPConnection(os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"],
-                               int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]))
-c.request("PUT", "/global/a", b"v"); assert c.getresponse().read() == b""; c.close()
-c.request("GET", "/global/a"); print(c.getresponse().read())"""
+address, _, capability = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"].partition("/")
+assert address.endswith(":" + os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+c = http.client.HTTPConnection(address)
+c.request("PUT", f"/{capability}/global/0", b"v"); assert c.getresponse().read() == b""; c.close()
+c.request("GET", f"/{capability}/global/0"); print(c.getresponse().read())"""
     assert job((*PYTHON, text, mark), np=1) == 0
     assert capfd.readouterr().out == "[0] b'v'\n"
 

@@ -7,6 +7,7 @@ With `staleness=0` one batch is in flight, so that async training is that of one
 import functools
 import gc
 import json
+import socket
 import time
 
 import numpy as np
@@ -32,6 +33,19 @@ def keras(cluster):
     del cluster  # made before Keras is loaded
     import keras
     return keras
+
+
+def reaches(port, source):
+    with socket.socket() as connection:
+        connection.settimeout(0.5)
+        connection.bind((source, 0))
+        return connection.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_stranger_does_not_reach_the_servers(cluster):
+    for addresses in cluster.addresses.values():
+        port = int(addresses[0].rpartition(":")[2])
+        assert [reaches(port, f"127.0.0.{host}") for host in (1, 2)] == [True, False]
 
 
 def numbers(samples=BATCH * STEPS, features=12, seed=0):

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -141,7 +142,7 @@ def test_a_run_that_is_stopped_in_an_epoch_ends_like_one_that_is_not(
     from hvdtrain.settings import replace
     from hvdtrain.train.callbacks import coordinator
     monkeypatch.setattr(coordinator, "AGREE_EVERY_S", 0.0)
-    folder = rank_session.collective.gather_objects(tmp_path)[0]
+    folder = Path(rank_session.collective.gather_objects(str(tmp_path))[0])
     data = images(2)
 
     def train(config, **kwargs):

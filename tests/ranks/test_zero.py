@@ -214,7 +214,7 @@ def test_weights_and_files_are_those_of_a_plain_optimizer_and_load_again(
 
     import hvdtrain
     from hvdtrain.optim import keras_seam
-    folder = rank_session.collective.gather_objects(tmp_path)[0]
+    folder = Path(rank_session.collective.gather_objects(str(tmp_path))[0])
 
     def make():
         return OPTIMIZERS[name](keras.optimizers)
@@ -249,7 +249,7 @@ def test_weights_and_files_are_those_of_a_plain_optimizer_and_load_again(
 def test_a_process_without_hvdtrain_trains_on_what_two_ranks_saved(
         rank_session, keras, tmp_path):
     import equality
-    folder = rank_session.collective.gather_objects(tmp_path)[0]
+    folder = Path(rank_session.collective.gather_objects(str(tmp_path))[0])
     model = train(lambda: keras.optimizers.Adam(0.01), rank_session, output=folder / "run",
                   tensorboard=False)
     x, y = equality.make_data(2)
@@ -273,7 +273,7 @@ def test_a_run_goes_on_with_or_without_it(rank_session, keras, tmp_path):
 
     import hvdtrain
     from hvdtrain.settings import replace
-    folder = rank_session.collective.gather_objects(tmp_path)[0]
+    folder = Path(rank_session.collective.gather_objects(str(tmp_path))[0])
 
     def run(zero, config):
         model = equality.make_model()

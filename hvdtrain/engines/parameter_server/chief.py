@@ -27,6 +27,7 @@ from hvdtrain.engines.parameter_server.trainer import Run, Trainer
 from hvdtrain.errors import DataError
 from hvdtrain.job import Job
 from hvdtrain.optim import keras_model
+from hvdtrain.runtime.admission import admit_only
 from hvdtrain.runtime.progress import Progress
 from hvdtrain.session import Session
 from hvdtrain.train import schedule
@@ -49,6 +50,8 @@ class Cluster:
     """For each process: what it is and where, in words."""
     feed: str
     """The name under which the workers read data."""
+    admitted: Sequence[str] = ()
+    """Addresses from which the server of this process takes connections; empty: from all."""
 
     @property
     def workers(self) -> int:
@@ -102,6 +105,8 @@ def train(job: Job, config: TrainConfig, cluster: Cluster, *, world: World, prog
         return FitResult(history={}, first_epoch=0, model_path=None)
     progress.enter("connecting with workers and servers")
     strategy, coordinator = tf_seam.connect(cluster.addresses, cluster.task)
+    if cluster.admitted:
+        admit_only(int(cluster.addresses["chief"][0].rpartition(":")[2]), cluster.admitted)
     try:
         progress.enter("building data and model")
         ready = _prepare(job, config, cluster)

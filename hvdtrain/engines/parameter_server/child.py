@@ -17,6 +17,7 @@ from hvdtrain.engines.parameter_server.roles import Assignment
 from hvdtrain.errors import EXIT_PARAMETERS_LOST, EXIT_RUN_FAILED
 from hvdtrain.job import Job
 from hvdtrain.optional import require
+from hvdtrain.runtime.admission import admit_only
 from hvdtrain.runtime.guard import Guard
 from hvdtrain.runtime.progress import Progress
 from hvdtrain.runtime.usage import start_usage
@@ -91,6 +92,9 @@ def _serve(assignment: Assignment, job: Job, config: TrainConfig) -> NoReturn:
                config.ps.replicas(assignment.workers)).register(FEED)
     server = tf_seam.serve(assignment.cluster, assignment.role.kind, assignment.role.index,
                            threads=assignment.threads)
+    if assignment.admitted:
+        own = assignment.cluster[assignment.role.kind][assignment.role.index]
+        admit_only(int(own.rpartition(":")[2]), assignment.admitted)
     sys.stdin.read()
     del server
     sys.stdout.flush()
@@ -107,7 +111,7 @@ def _train(assignment: Assignment, job: Job, config: TrainConfig, guarded: Guard
     names = ["the chief", *(f"worker {i}" for i in range(assignment.workers)),
              *(f"server {i}" for i in range(assignment.servers)), "the evaluator"]
     cluster = Cluster(
-        addresses=assignment.cluster, task="chief", feed=FEED,
+        addresses=assignment.cluster, task="chief", feed=FEED, admitted=assignment.admitted,
         texts=tuple(f"{host} ({name})" for host, name in zip(
             assignment.hosts, names, strict=False)))
     progress = Progress()

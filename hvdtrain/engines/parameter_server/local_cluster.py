@@ -12,6 +12,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data.source import splits_of
 from hvdtrain.engines.parameter_server.feeding import Reader
 from hvdtrain.job import Job
+from hvdtrain.runtime.admission import admit_only
 from hvdtrain.runtime.progress import Progress
 from hvdtrain.world import World
 
@@ -43,6 +44,8 @@ class LocalCluster:
         self.addresses = {"worker": addresses[:workers], "ps": addresses[workers:]}
         self._servers = [tf_seam.serve(self.addresses, kind, index, threads=1)
                          for kind, own in self.addresses.items() for index in range(len(own))]
+        for port in ports:
+            admit_only(port, ())
 
     def fit(self, job: Job, config: TrainConfig | None = None, *,
             stop_asked: Callable[[], bool] = lambda: False) -> Any:

@@ -27,6 +27,7 @@ from hvdtrain.runtime.exchange import exchange, open_store
 from hvdtrain.runtime.stop import StopFlag
 from hvdtrain.runtime.watchdog.watchdog import own_addresses
 from hvdtrain.settings import refuse_differences, settings_of
+from hvdtrain.world.network import interfaces
 from hvdtrain.world.world import World
 
 _SCOPE = "hvdtrain.ps"
@@ -70,21 +71,25 @@ def supervise_role(config: TrainConfig, world: World, environ: Mapping[str, str]
     apart = role.kind == "evaluator" and world.starter == "tf_config"
     store = open_store(replace(world, size=world.size - apart), environ, _SCOPE,
                        timeout_s=config.ps.start_timeout_s)
-    hosts = [world.host] * world.size
+    hosts, admitted = [world.host] * world.size, set()
     if not apart:
         names = [_name(r, n) for n, r in enumerate(roles)]
+        # The pods of a TFJob may come back with other addresses.
+        reach = [] if world.starter == "tf_config" else sorted(interfaces().values())
         with ExitStack() as held:
             own = _own_address(role, addresses, world, environ, held)
-            mine = json.dumps([world.host, own, settings_of(config)])
+            mine = json.dumps({"host": world.host, "address": own, "from": reach,
+                               "settings": settings_of(config)})
             texts = exchange(store, world, "address", mine, who=names,
                              timeout_s=config.ps.start_timeout_s)
         told = [json.loads(text) for text in texts]
-        refuse_differences([settings for *_, settings in told], names)
-        hosts = [host for host, *_ in told]
-        addresses = addresses or _cluster(roles, [address for _, address, _ in told])
+        refuse_differences([one["settings"] for one in told], names)
+        hosts = [one["host"] for one in told]
+        admitted = {address for one in told for address in one["from"]}
+        addresses = addresses or _cluster(roles, [one["address"] for one in told])
     assignment = Assignment(
         role=role, rank=world.rank, size=world.size, host=world.host, cluster=addresses,
-        hosts=hosts, threads=_threads(world.rank, hosts, roles))
+        hosts=hosts, threads=_threads(world.rank, hosts, roles), admitted=sorted(admitted))
     return Supervisor(assignment, store, config.ps, argv,
                       {**environ, **_devices(world.rank, hosts, roles, environ)}, stop,
                       hang_s=config.hang_timeout_s).run()

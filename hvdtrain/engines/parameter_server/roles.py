@@ -100,6 +100,8 @@ class Assignment:
     hosts: Sequence[str] = ()
     """The host of each rank."""
     threads: int = 1
+    admitted: Sequence[str] = field(default_factory=list)
+    """Addresses from which TensorFlow's server takes connections; empty: from all."""
     starts: int = 0
     """How often this role was started before."""
     run: str = field(default_factory=lambda: uuid.uuid4().hex)

@@ -35,6 +35,7 @@ from hvdtrain.log import get_logger
 from hvdtrain.preload.client import Process, start_program
 from hvdtrain.runtime.stop import StopFlag
 from hvdtrain.runtime.store import Store
+from hvdtrain.runtime.waiting import Wait
 from hvdtrain.world.failure import signal_name
 
 ASSIGNMENT_VARIABLE = "HVDTRAIN_PS_ASSIGNMENT"
@@ -208,7 +209,7 @@ class Supervisor:
             # The evaluator of a TF_CONFIG is the rank after those that the chief knows of.
             ranks = 1 + told.workers + told.servers + self._config.evaluator
             others = [f"left.{r}" for r in range(max(told.size, ranks)) if r != told.rank]
-            self._store.wait(others, deadline=time.monotonic() + _OTHERS_S)
+            self._store.wait(others, Wait(_OTHERS_S, lambda: "the other roles", heeds_stop=False))
 
     def _end_child(self) -> None:
         """A worker or a server ends when its input does; the evaluator, when it is through."""

@@ -13,6 +13,7 @@ from hvdtrain.engine_config import TfConfig
 from hvdtrain.engines.tf_distribute.choice import StrategyChoice
 from hvdtrain.engines.tf_distribute.cluster import Cluster
 from hvdtrain.errors import DeviceError, WorldError
+from hvdtrain.runtime.admission import admit_only
 from hvdtrain.train import devices
 from hvdtrain.world import World
 
@@ -122,6 +123,8 @@ def _multi_worker(choice: StrategyChoice, cluster: Cluster | None) -> Any:
     strategy = tf.distribute.MultiWorkerMirroredStrategy(
         cluster_resolver=resolver, communication_options=options)
     _take_sigterm_back()
+    if cluster is not None and cluster.admitted:
+        admit_only(cluster.own_port, cluster.admitted)
     return strategy
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hmac
 import selectors
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hvdtrain.log import get_logger
+from hvdtrain.runtime.watchdog.handshake import is_hello, new_nonce, welcome_of
 from hvdtrain.runtime.watchdog.judge import (
     RankView,
     Report,
@@ -28,24 +28,33 @@ _HELLO_LIMIT_S = 10.0
 _CONNECT_LIMIT_S = 30.0
 
 
+@dataclass(frozen=True)
+class _Stranger:
+    """A connection that has not proved yet that it is a rank's."""
+
+    since_s: float
+    nonce: str
+
+
 class Chief:
     """The loop of rank 0's watchdog thread.
 
     Args:
-        listener: A listening socket, which it takes over.
-        token: String that a connection must bring.
+        listeners: Listening sockets, which it takes over.
+        token: String that a rank must know.
         hosts: The host of each rank.
+        sources: Addresses from which ranks may connect.
         settings: How long to wait.
         own_report: Callable that gives rank 0's own report, with the place if it is True.
         on_verdict: Called once, with the end.
     """
 
-    def __init__(self, listener: socket.socket, token: str, hosts: Sequence[str],
-                 settings: Settings, own_report: Callable[[bool], Report],
+    def __init__(self, listeners: Sequence[socket.socket], token: str, hosts: Sequence[str],
+                 sources: Container[str], settings: Settings, own_report: Callable[[bool], Report],
                  on_verdict: Callable[[Verdict], None]) -> None:
-        listener.setblocking(False)
-        self._listener = listener
-        self._token = token
+        self._listeners = list(listeners)
+        self._port: int = self._listeners[0].getsockname()[1]
+        self._token, self._sources = token, sources
         self._settings = settings
         self._own_report = own_report
         self._on_verdict = on_verdict
@@ -53,9 +62,11 @@ class Chief:
         self._views = [RankView(rank=rank, host=host) for rank, host in enumerate(hosts)]
         self._views[0] = replace(self._views[0], state="watched")
         self._ranks: dict[Wire, int] = {}
-        self._strangers: dict[Wire, float] = {}
+        self._strangers: dict[Wire, _Stranger] = {}
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
+        for listener in self._listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
         self._warned_s = 0.0
         self._told_missing = False
 
@@ -78,7 +89,8 @@ class Chief:
     def close(self) -> None:
         """Close all connections."""
         self._selector.close()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         for wire in [*self._ranks, *self._strangers]:
             wire.close()
 
@@ -86,8 +98,8 @@ class Chief:
         return self._clock.now(2 * self._settings.interval_s)
 
     def _serve(self, source: Any) -> None:
-        if source is self._listener:
-            self._accept()
+        if source in self._listeners:
+            self._accept(source)
         elif isinstance(source, Wire):
             messages = source.receive()
             if source in self._strangers:
@@ -95,22 +107,26 @@ class Chief:
             else:
                 self._take(source, messages)
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):
-            connection, _ = self._listener.accept()
-            if len(self._strangers) > len(self._views):
+            connection, address = listener.accept()
+            if address[0] not in self._sources:
                 connection.close()
                 return
+            if len(self._strangers) > len(self._views):
+                self._drop(next(iter(self._strangers)))  # the oldest
             wire = Wire(connection)
-            self._strangers[wire] = self._now()
+            stranger = _Stranger(self._now(), new_nonce())
+            self._strangers[wire] = stranger
             self._selector.register(wire, selectors.EVENT_READ)
+            wire.send({"nonce": stranger.nonce})
 
     def _greet(self, wire: Wire, messages: list[dict[str, Any]]) -> None:
-        """A connection is a rank's once it has brought the token."""
+        """A connection is a rank's once it has shown that it knows the token."""
         hello = messages[0] if messages else {}
-        rank = hello.get("rank")
-        if not (hmac.compare_digest(str(hello.get("token")).encode(), self._token.encode())
-                and isinstance(rank, int) and 0 < rank < len(self._views)):
+        rank, nonce = hello.get("rank"), self._strangers[wire].nonce
+        if not (is_hello(hello, self._token, nonce)
+                and type(rank) is int and 0 < rank < len(self._views)):
             if messages or wire.closed:
                 self._drop(wire)
             return
@@ -122,7 +138,7 @@ class Chief:
         self._views[rank] = replace(
             view, state="watched", since_s=now, heard_s=now,
             changed_s=now if view.state == "awaited" else view.changed_s)
-        wire.send({"alive": True})
+        wire.send(welcome_of(self._token, hello, nonce))
         self._take(wire, messages[1:])
 
     def _take(self, wire: Wire, messages: list[dict[str, Any]]) -> None:
@@ -160,8 +176,8 @@ class Chief:
         now, limit_s = self._now(), self._settings.hang_timeout_s
         stalled_s = now - self._views[0].changed_s
         self._update(0, self._own_report(stalled_s > self._settings.place_after_s))
-        for wire, since_s in list(self._strangers.items()):
-            if now - since_s > _HELLO_LIMIT_S:
+        for wire, stranger in list(self._strangers.items()):
+            if now - stranger.since_s > _HELLO_LIMIT_S:
                 self._drop(wire)
         self._tell_missing(now)
         verdict = judge(now, self._views, limit_s)
@@ -199,4 +215,4 @@ class Chief:
             get_logger().warning(
                 "The watchdog does not watch rank %s: no connection to %s, port %d. Does a "
                 "firewall let the hosts reach each other? The training is not affected.",
-                ", ".join(missing), self._views[0].host, self._listener.getsockname()[1])
+                ", ".join(missing), self._views[0].host, self._port)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hvdtrain.runtime.watchdog.handshake import hello_of, is_welcome, new_nonce
 from hvdtrain.runtime.watchdog.judge import RankView, Report, Verdict, judge
 from hvdtrain.runtime.watchdog.settings import Settings
 from hvdtrain.runtime.watchdog.wire import AwakeClock, Wire
@@ -24,7 +25,15 @@ class Offer:
     """Best first."""
     port: int
     token: str
+    """By which rank 0 and the others know each other; see `handshake.py`."""
     hang_timeout_s: float
+
+    @classmethod
+    def of(cls, values: dict[str, Any] | None) -> Offer | None:
+        """From the fields, as another rank has sent them; None for none."""
+        if values is None:
+            return None
+        return cls(**{**values, "addresses": tuple(values["addresses"])})
 
 
 class Member:
@@ -128,10 +137,8 @@ class Member:
             except OSError:
                 continue
             wire = Wire(connection)
-            wire.send({"token": self._offer.token, "rank": self._rank})
-            answers = self._wait_for_answer(wire)
-            # A stranger does not answer to the token.
-            if wire.closed or not answers or "alive" not in answers[0]:
+            answers = self._greet(wire)
+            if answers is None:  # a stranger's
                 wire.close()
                 continue
             self._selector.register(wire, selectors.EVENT_READ)
@@ -139,6 +146,19 @@ class Member:
             self._chief = replace(self._chief, state="watched", since_s=now, heard_s=now)
             return self._take(answers)
         return False
+
+    def _greet(self, wire: Wire) -> list[dict[str, Any]] | None:
+        """Shake hands; what rank 0 said after that, or None if it is not rank 0."""
+        first, nonce = self._wait_for_answer(wire), new_nonce()
+        if not first:
+            return None
+        theirs = str(first[0].get("nonce"))
+        wire.send(hello_of(self._offer.token, self._rank, theirs, nonce))
+        answers = self._wait_for_answer(wire)
+        if wire.closed or not answers or not is_welcome(
+                answers[0], self._offer.token, theirs, nonce):
+            return None
+        return answers[1:]
 
     @staticmethod
     def _wait_for_answer(wire: Wire) -> list[dict[str, Any]]:

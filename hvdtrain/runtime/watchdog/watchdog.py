@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from hvdtrain.log import get_logger
@@ -24,7 +25,7 @@ from hvdtrain.runtime.watchdog.places import report_of
 from hvdtrain.runtime.watchdog.settings import Settings
 from hvdtrain.world.failure import REPORT_VARIABLE
 from hvdtrain.world.network import interfaces, route_to
-from hvdtrain.world.rendezvous import listen
+from hvdtrain.world.rendezvous import listen_on_all
 from hvdtrain.world.world import World
 
 _CLOSE_LIMIT_S = 3.0
@@ -118,30 +119,46 @@ def start_watchdog(world: World, progress: Progress, exchange: Callable[[Any], l
     """
     if world.size == 1:
         return None
-    listener: socket.socket | None = None
+    listeners: list[socket.socket] = []
     offer: Offer | None = None
     if world.is_chief and hang_timeout_s > 0:
         addresses = own_addresses(world, environ)
-        listener = listen(_LOOPBACK if addresses == (_LOOPBACK,) else "")
-        offer = Offer(addresses=addresses, port=listener.getsockname()[1],
+        listeners = _listen(addresses)
+        offer = Offer(addresses=addresses, port=listeners[0].getsockname()[1],
                       token=secrets.token_hex(16), hang_timeout_s=hang_timeout_s)
-    everyone: list[tuple[str, Offer | None]] = exchange((world.host, offer))
-    hosts, offer = [host for host, _ in everyone], everyone[0][1]
+    everyone = exchange({"host": world.host, "addresses": list(interfaces().values()),
+                         "offer": offer and asdict(offer)})
+    hosts, offer = [told["host"] for told in everyone], Offer.of(everyone[0]["offer"])
     if offer is None:
         return None
+    sources = {_LOOPBACK, *(address for told in everyone for address in told["addresses"])}
     settings = Settings(hang_timeout_s=offer.hang_timeout_s, size=world.size)
     me = Identity(rank=world.rank, size=world.size, host=world.host,
                   report=environ.get(REPORT_VARIABLE) == "1")
     watchdog = Watchdog(settings, progress)
     watchdog.start(
         Member(world.rank, offer, hosts[0], settings, watchdog.report, lambda v: leave(v, me))
-        if listener is None else
-        Chief(listener, offer.token, hosts, settings, watchdog.report, lambda v: leave(v, me)))
+        if not listeners else
+        Chief(listeners, offer.token, hosts, sources, settings, watchdog.report,
+              lambda v: leave(v, me)))
     return watchdog
 
 
+def _listen(addresses: tuple[str, ...]) -> list[socket.socket]:
+    """On one port at each of some addresses of this host."""
+    first = listen_on_all(addresses[:1])
+    try:
+        return first + listen_on_all(addresses[1:], first[0].getsockname()[1])
+    except OSError:  # taken at another address; the first one is the best
+        return first
+
+
 def own_addresses(world: World, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The addresses at which other ranks may reach this host, best first."""
+    """The addresses at which other ranks reach this host.
+
+    It is that of the interface that carries the ranks' traffic; where that is not known, as under
+    mpirun, all of them.
+    """
     if world.local_size == world.size:
         return (_LOOPBACK,)
     has = interfaces()
@@ -150,5 +167,6 @@ def own_addresses(world: World, environ: Mapping[str, str]) -> tuple[str, ...]:
     if not found[0] and other is not None:
         with suppress(OSError):
             found = [route_to(other).own_address]
-    found += [address for address in has.values() if not address.startswith("127.")]
-    return tuple(dict.fromkeys(address for address in found if address)) or (_LOOPBACK,)
+    if not found[0]:
+        found = [address for address in has.values() if not address.startswith("127.")]
+    return tuple(dict.fromkeys(found)) or (_LOOPBACK,)

@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.engine_config import TfConfig
 from hvdtrain.engines.tf_distribute.choice import choose_strategy
-from hvdtrain.engines.tf_distribute.cluster import cluster_in, find_cluster
+from hvdtrain.engines.tf_distribute.cluster import cluster_in
 from hvdtrain.errors import ConfigError, DeviceError, WorldError
 from hvdtrain.world.detect import detect_world
 
@@ -72,7 +72,7 @@ def test_a_given_cluster_is_used_as_it_is():
     text = json.dumps({"cluster": {"chief": ["a:1"], "worker": ["b:2", "c:3"]},
                        "task": {"type": "worker", "index": 1}})
     world = detect_world({"TF_CONFIG": text}, hostname="host")
-    cluster = find_cluster(world, {"TF_CONFIG": text})
+    cluster = cluster_in(text)
     assert cluster.addresses == {"chief": ("a:1",), "worker": ("b:2", "c:3")}
     assert (cluster.task_type, cluster.task_index, world.rank) == ("worker", 1, 2)
 

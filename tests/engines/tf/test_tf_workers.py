@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 
 import numpy as np
 import pytest
@@ -61,6 +62,17 @@ def test_processes_tell_each_other(run):
         [0, 0], [1, 1], [1, 1]]
     average, = collective.reduce([tf.constant([rank, 4.0])], name="mean", op="average")
     assert average.numpy().tolist() == [0.5, 4.0]
+
+
+def test_a_stranger_does_not_reach_tensorflow(run):
+    resolver = run.strategy.cluster_resolver
+    own = resolver.cluster_spec().as_dict()[resolver.task_type][resolver.task_id]
+    port = int(own.rpartition(":")[2])
+    for source, refused in (("127.0.0.1", False), ("127.0.0.2", True)):
+        with socket.socket() as connection:
+            connection.settimeout(0.5)
+            connection.bind((source, 0))
+            assert bool(connection.connect_ex(("127.0.0.1", port))) == refused
 
 
 def test_a_request_to_stop_still_comes_to_python(run):

@@ -30,6 +30,9 @@ module load 'gcc; id' || exit
 source '/opt/my env/bin/activate' || exit
 export PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
+# By it the ranks know each other; srun hands it to them.
+HVDTRAIN_SECRET=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \n') || exit
+export HVDTRAIN_SECRET
 export TEXT=$'two\nlines; $(id)'
 : "${SECRET?is not set. Submit the job where it is.}"
 export SECRET

@@ -12,6 +12,9 @@
 
 export PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
+# By it the ranks know each other; srun hands it to them.
+HVDTRAIN_SECRET=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \n') || exit
+export HVDTRAIN_SECRET
 
 rank=(hvdtrain fit job.toml --epochs 3)
 if (( ${SLURM_RESTART_COUNT:-0} > 0 )); then

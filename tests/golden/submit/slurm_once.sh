@@ -6,6 +6,9 @@
 #SBATCH --no-requeue
 
 export PYTHONUNBUFFERED=1
+# By it the ranks know each other; srun hands it to them.
+HVDTRAIN_SECRET=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \n') || exit
+export HVDTRAIN_SECRET
 
 rank=(hvdtrain fit job.toml --epochs 3)
 

@@ -8,6 +8,9 @@
 #SBATCH --signal=USR1@120
 
 export PYTHONUNBUFFERED=1
+# By it the ranks know each other; srun hands it to them.
+HVDTRAIN_SECRET=$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \n') || exit
+export HVDTRAIN_SECRET
 
 rank=(python 'it'"'"'s train.py')
 

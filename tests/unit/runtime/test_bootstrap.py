@@ -11,7 +11,16 @@ from hvdtrain.runtime.bootstrap import bootstrap, candidate_ports, start_bootstr
 from hvdtrain.runtime.meet import meet
 from hvdtrain.world import World, detect_world
 from hvdtrain.world.network import interface_of, route_to
-from hvdtrain.world.rendezvous import RendezvousServer, listen, scope_sizes, serve
+from hvdtrain.world.rendezvous import (
+    RendezvousServer,
+    listen,
+    listen_on_all,
+    scope_sizes,
+    serve,
+)
+from hvdtrain.world.secret import JobKey
+
+KEY = JobKey("the secret of this test")
 
 
 def world(rank: int, size: int, hosts: str = "here", slots: str | None = None) -> World:
@@ -33,7 +42,7 @@ def in_threads(actions: list[Callable[[], None]]) -> None:
 @pytest.fixture
 def server() -> Iterator[RendezvousServer]:
     """A rendezvous of two ranks on one host."""
-    running = serve(listen("127.0.0.1"), hosts=["here"], slots=[2], token="t")
+    running = serve(listen_on_all(["127.0.0.1"]), hosts=["here"], slots=[2], key=KEY)
     yield running
     running.close()
 
@@ -42,11 +51,16 @@ def request(server: RendezvousServer, method: str, path: str, body: bytes | None
             ) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     try:
-        connection.request(method, path, body)
+        connection.request(method, f"/{KEY.capability}{path}", body)
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:
         connection.close()
+
+
+def variables_of(server: RendezvousServer) -> dict[str, str]:
+    return {"HOROVOD_GLOO_RENDEZVOUS_ADDR": f"127.0.0.1:{server.port}/{KEY.capability}",
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.port), "HVDTRAIN_SECRET": KEY.secret}
 
 
 def test_all_ranks_get_the_variables_of_one_rendezvous() -> None:
@@ -60,12 +74,14 @@ def test_all_ranks_get_the_variables_of_one_rendezvous() -> None:
     assert server is not None
     try:
         assert found[1].server is None
+        address = found[1].variables.pop("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+        key = JobKey(found[1].variables.pop("HVDTRAIN_SECRET"))
+        assert address == f"127.0.0.1:{server.port}/{key.capability}"
         assert found[1].variables == {
             "HOROVOD_RANK": "1", "HOROVOD_SIZE": "3", "HOROVOD_LOCAL_RANK": "1",
             "HOROVOD_LOCAL_SIZE": "3", "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1",
             "HOROVOD_HOSTNAME": "here", "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo", "HOROVOD_GLOO_IFACE": "lo",
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.port)}
         ports = {made.variables["HOROVOD_GLOO_RENDEZVOUS_PORT"] for made in found.values()}
         assert ports == {str(server.port)}
@@ -75,11 +91,16 @@ def test_all_ranks_get_the_variables_of_one_rendezvous() -> None:
 
 def test_a_taken_port_is_passed_over() -> None:
     environ = {"SLURM_JOB_ID": "12"}
-    with listen("127.0.0.1", candidate_ports("12..here.2")[0]):
+    first = start_bootstrap(world(0, 2), environ, timeout_s=5)
+    assert first.server is not None
+    first.server.close()
+    ports = candidate_ports(JobKey(first.variables["HVDTRAIN_SECRET"]))
+    assert first.server.port == ports[0]
+    with listen("127.0.0.1", ports[0]):
         made = start_bootstrap(world(0, 2), environ, timeout_s=5)
     assert made.server is not None
     made.server.close()
-    assert made.server.port == candidate_ports("12..here.2")[1]
+    assert made.server.port == ports[1]
 
 
 def test_a_chief_that_is_not_there_is_named() -> None:
@@ -100,15 +121,14 @@ def test_the_store_speaks_horovods_protocol(server: RendezvousServer) -> None:
     assert request(server, "GET", "/global/0")[0] == 404
     assert request(server, "PUT", "/global/0", b"address") == (200, b"")
     assert request(server, "GET", "/global/0") == (200, b"address")
-    assert request(server, "GET", "/hvdtrain/token") == (200, b"t")
 
 
 def test_a_scope_is_emptied_when_all_members_have_left(server: RendezvousServer) -> None:
-    request(server, "PUT", "/global/x", b"1")
+    request(server, "PUT", "/global/0", b"1")
     request(server, "DELETE", "/global/0")
-    assert request(server, "GET", "/global/x")[0] == 200
+    assert request(server, "GET", "/global/0")[0] == 200
     request(server, "DELETE", "/global/1")
-    assert request(server, "GET", "/global/x")[0] == 404
+    assert request(server, "GET", "/global/0")[0] == 404
 
 
 def test_scopes_are_those_of_horovod() -> None:
@@ -117,8 +137,7 @@ def test_scopes_are_those_of_horovod() -> None:
 
 
 def test_meet_returns_when_the_last_rank_has_come(server: RendezvousServer) -> None:
-    environ = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
-               "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.port)}
+    environ = variables_of(server)
     met: list[int] = []
 
     def come(rank: int) -> None:
@@ -130,18 +149,16 @@ def test_meet_returns_when_the_last_rank_has_come(server: RendezvousServer) -> N
 
 
 @pytest.mark.parametrize(("rank", "message"), [
-    (0, "ranks missing: 1, 2"), (1, "rank 0 gave no sign")])
+    (0, "missing: rank 1 on here .*, rank 2 on here "), (1, "missing: rank 0 on here ")])
 def test_meet_names_who_is_missing(server: RendezvousServer, rank: int, message: str) -> None:
-    environ = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
-               "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.port)}
+    environ = variables_of(server)
     with pytest.raises(WorldError, match=message):
         meet(world(rank, 3), environ, timeout_s=0.0)
 
 
 def test_meet_says_when_the_rendezvous_has_gone(server: RendezvousServer) -> None:
     server.close()
-    environ = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
-               "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.port)}
+    environ = variables_of(server)
     with pytest.raises(WorldError, match="does not answer"):
         meet(world(0, 2), environ)
 

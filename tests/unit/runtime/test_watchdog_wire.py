@@ -4,12 +4,14 @@ import json
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
 from hvdtrain.runtime.progress import Progress
 from hvdtrain.runtime.watchdog.chief import Chief
+from hvdtrain.runtime.watchdog.handshake import hello_of
 from hvdtrain.runtime.watchdog.judge import Report
 from hvdtrain.runtime.watchdog.member import Member, Offer
 from hvdtrain.runtime.watchdog.places import place_of, report_of
@@ -89,7 +91,7 @@ class Rank0:
         listener = listen("127.0.0.1")
         self.offer = Offer(addresses=("127.0.0.1",), port=listener.getsockname()[1],
                            token="secret", hang_timeout_s=limit_s)
-        self.loop = Chief(listener, "secret", hosts, self.settings,
+        self.loop = Chief([listener], "secret", hosts, {"127.0.0.1"}, self.settings,
                           lambda place: report_of(self.progress, with_place=place),
                           self.verdicts.append)
         self.stopped = False
@@ -105,9 +107,14 @@ class Rank0:
         self.wake.close()
         self.waker.close()
 
-    def connect(self, hello):
-        connection = socket.create_connection(("127.0.0.1", self.offer.port), timeout=5)
-        connection.sendall(json.dumps(hello).encode() + b"\n")
+    def connect(self, rank, token="secret", source="127.0.0.1", **changes):
+        """A connection that has said what a member says, with changes."""
+        connection = socket.create_connection(("127.0.0.1", self.offer.port), timeout=5,
+                                              source_address=(source, 0))
+        nonce = json.loads(connection.recv(1000) or b"{}").get("nonce", "")
+        hello = hello_of(token, rank, nonce, "n") | changes
+        with suppress(ConnectionError):
+            connection.sendall(json.dumps(hello).encode() + b"\n")
         return connection
 
 
@@ -124,17 +131,53 @@ def rank0():
 
 
 @pytest.mark.parametrize("hello", [
-    {"token": "guess", "rank": 1}, {"rank": 1}, {"token": "secret", "rank": 0},
-    {"token": "secret", "rank": 3}, {"token": "secret", "rank": "1"}, {"token": ["secret"]}])
+    {"rank": 1, "token": "guess"}, {"rank": 1, "mac": ""}, {"rank": 0}, {"rank": 3},
+    {"rank": "1"}, {"rank": True}, {"rank": 1, "mac": ["secret"]}, {"rank": 1, "nonce": "other"},
+    {"rank": 1, "source": "127.0.0.2"}])
 def test_strangers_are_not_let_in(rank0, hello):
-    with rank0().connect(hello) as connection:
+    with rank0().connect(**hello) as connection, suppress(ConnectionResetError):
         assert connection.recv(100) == b""
+
+
+def test_a_stranger_that_listens_in_place_of_rank_0_is_not_believed(rank0):
+    """It has the address of rank 0, but not the token: the member hears no verdict of it."""
+    verdicts, wake = [], socket.socketpair()
+    with listen("127.0.0.1") as stranger:
+        offer = Offer(addresses=("127.0.0.1",), port=stranger.getsockname()[1], token="secret",
+                      hang_timeout_s=1.0)
+        member = Member(1, offer, "a", Settings(hang_timeout_s=1.0, size=2),
+                        lambda place: report_of(Progress(), with_place=place), verdicts.append)
+        stopped = threading.Event()
+        thread = threading.Thread(target=member.run, args=(wake[0], stopped.is_set))
+        thread.start()
+        connection, _ = stranger.accept()
+        connection.sendall(b'{"nonce": "0"}\n')
+        connection.recv(1000)
+        connection.sendall(b'{"alive": true, "mac": ""}\n{"verdict": {"kind": "lost", '
+                           b'"causes": [0], "text": "go"}}\n')
+        assert connection.recv(1000) == b""
+        stopped.set()
+        wake[1].send(b"x")
+        connection.close()
+    thread.join(5)
+    assert verdicts == []
+    for end in wake:
+        end.close()
+
+
+def test_a_flood_of_silent_connections_keeps_no_rank_out(rank0):
+    chief = rank0()
+    flood = [socket.create_connection(("127.0.0.1", chief.offer.port)) for _ in range(40)]
+    with chief.connect(1) as connection:
+        assert b"alive" in connection.recv(200)
+    for one in flood:
+        one.close()
 
 
 def test_a_rank_is_answered_and_told_the_end(rank0):
     chief = rank0()
-    with chief.connect({"token": "secret", "rank": 1}) as connection:
-        assert connection.recv(100) == b'{"alive": true}\n'
+    with chief.connect(1) as connection:
+        assert connection.recv(200).startswith(b'{"alive": true, "mac": ')
         chief.stopped = True
         chief.waker.send(b"x")
         rest = b""
@@ -149,7 +192,7 @@ def test_ranks_that_cannot_connect_are_told_once_and_not_judged(rank0, monkeypat
     monkeypatch.setattr("hvdtrain.runtime.watchdog.chief._CONNECT_LIMIT_S", 0.2)
     monkeypatch.setattr(get_logger(), "warning", lambda text, *args: lines.append(text % args))
     chief = rank0(limit_s=2.0)
-    with chief.connect({"token": "secret", "rank": 2}) as connection:
+    with chief.connect(2) as connection:
         chief.progress.enter("evaluating")  # which rank 0 may do for long
         time.sleep(0.7)
         connection.sendall(b'{"bye": true}\n')
@@ -215,6 +258,6 @@ def test_one_host_talks_over_the_loopback():
 def test_across_hosts_the_interface_of_the_ranks_comes_first():
     has = interfaces()
     name, address = next((n, a) for n, a in has.items())
-    assert own_addresses(world(), {"HOROVOD_GLOO_IFACE": name})[0] == address
+    assert own_addresses(world(), {"HOROVOD_GLOO_IFACE": name}) == (address,)
     others = [a for a in has.values() if not a.startswith("127.")]
     assert set(own_addresses(world(hosts=()), {})) == set(others or ["127.0.0.1"])

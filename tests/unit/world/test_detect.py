@@ -222,3 +222,24 @@ read:        SLURMD_NODENAME=hostb"""
 
 def test_explain_says_what_the_starter_does_not_tell() -> None:
     assert "hosts:       not told by the starter" in explain(detect_world(OPENMPI))
+
+
+LAUNCHED = HOROVODRUN | {
+    "HVDTRAIN_STARTER": "native", "HVDTRAIN_HOSTS": "hosta:2,hostb:1",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.77.0.1:41235/0123456789abcdef0123456789abcdef"}
+
+
+def test_our_launcher_tells_the_hosts_of_all_ranks() -> None:
+    world = detect_world(LAUNCHED)
+    assert (world.hosts, world.slots) == (("hosta", "hostb"), (2, 1))
+
+
+@pytest.mark.parametrize("text", ["", "hosta:2", "hosta:2,hostb:x", "hosta", ":3"])
+def test_hosts_that_do_not_fit_are_left_out(text: str) -> None:
+    assert detect_world(LAUNCHED | {"HVDTRAIN_HOSTS": text}).hosts == ()
+
+
+def test_what_is_printed_holds_no_capability() -> None:
+    world = detect_world(LAUNCHED)
+    assert world.evidence["HOROVOD_GLOO_RENDEZVOUS_ADDR"] == "10.77.0.1:41235"
+    assert "0123456789abcdef" not in f"{world} {explain(world)}"
