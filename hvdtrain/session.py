@@ -133,11 +133,16 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
     _current.append(session)
     default_collective.use(made)
     if world.size > 1:
-        from hvdtrain.train.plain_fit import watch_plain_fit
-        from hvdtrain.train.seeds import agree_on_seeds
-        agree_on_seeds(made)
-        _at_shutdown.append(watch_plain_fit(made))
+        _prepare_keras(made)
     return session
+
+
+def _prepare_keras(collective: Collective) -> None:
+    """Seed the ranks alike, and look at each call of Keras' own `fit`."""
+    from hvdtrain.train.plain_fit import watch_plain_fit
+    from hvdtrain.train.seeds import agree_on_seeds
+    agree_on_seeds(collective)
+    _at_shutdown.append(watch_plain_fit(collective))
 
 
 def session_for(config: TrainConfig) -> Session:

@@ -8,7 +8,7 @@ and why there, is told in `optim.keras_seam`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from hvdtrain.optim.zero import divide
 from hvdtrain.optim.zero_check import check_options
 from hvdtrain.optim.zero_files import keep_whole_files
 
-_STATE = "_hvdtrain_state"
+STATE = "_hvdtrain_state"
 _counter = itertools.count()
 
 
@@ -52,7 +52,7 @@ class HookState:
 
 def state_of(optimizer: Any) -> HookState | None:
     """The hook state of exactly this object, or None: a copy does not count."""
-    state = getattr(optimizer, "__dict__", {}).get(_STATE)
+    state = getattr(optimizer, "__dict__", {}).get(STATE)
     return state if state is not None and state.owner_id == id(optimizer) else None
 
 
@@ -155,7 +155,7 @@ def _reducer(leaf: Any, collective: Collective, name: str, options: ReducerOptio
 def _mark(optimizer: Any, collective: Collective, name: str,
           reducer: GradientReducer | None, **settings: Any) -> None:
     if not is_distributed(optimizer):
-        keras_seam.set_on_instance(optimizer, _STATE, HookState(
+        keras_seam.set_on_instance(optimizer, STATE, HookState(
             owner_id=id(optimizer), collective=collective, name=name, reducer=reducer,
             **settings))
 
@@ -168,53 +168,6 @@ def _refuse_other_options(optimizer: Any, known: HookState, options: ReducerOpti
         f"`{optimizer.name}` is distributed already, with {known.given.text}, zero={known.zero}. "
         f"Received: {(options or known.given).text}, zero={zero}. Distribute an optimizer once, "
         "with all options.")
-
-
-def distribute_as_set(optimizer: Any, collective: Collective, options: ReducerOptions, *,
-                      zero: bool) -> None:
-    """Distribute an optimizer as the settings of a run say, or change it to that. All ranks.
-
-    What the user has given to `DistributedOptimizer` stays, where the settings say nothing else.
-    Before the train function is traced; other runs with other settings may follow.
-
-    Args:
-        optimizer: A Keras optimizer, distributed or not.
-        collective: The collective of the run.
-        options: The settings of the run; a default says nothing.
-        zero: Boolean, the settings say that its state is divided.
-
-    Raises:
-        ConfigError: The user has given something else to `DistributedOptimizer`.
-        OptimizerError: As `DistributedOptimizer`.
-    """
-    parts = [optimizer, *keras_seam.leaf_optimizers(optimizer)]
-    known = next((found for part in parts if (found := state_of(part)) is not None), None)
-    if known is None:
-        DistributedOptimizer(optimizer, collective=collective, options=options, zero=zero)
-        for part in parts:
-            hooked = state_of(part)
-            if hooked is not None:
-                hooked.given = ReducerOptions()
-        return
-    wanted = known.given.changed_by(options)
-    if known.zero:
-        check_options(wanted)
-    elif wanted != known.options or (zero and collective.size > 1):
-        _undo(parts)
-        DistributedOptimizer(optimizer, collective=collective, options=wanted, zero=zero)
-        for part in parts:
-            hooked = state_of(part)
-            if hooked is not None:
-                hooked.given = known.given
-    # compile() wraps an optimizer in a plain LossScaleOptimizer under mixed_float16.
-    DistributedOptimizer(optimizer, collective=collective)
-
-
-def _undo(parts: Sequence[Any]) -> None:
-    """Make optimizers plain again; their state stays."""
-    for part in parts:
-        keras_seam.restore_all(part)
-        part.__dict__.pop(_STATE, None)
 
 
 def _hook_leaf(leaf: Any, reducer: GradientReducer | None, options: ReducerOptions, *,

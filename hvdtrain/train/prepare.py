@@ -15,7 +15,7 @@ from hvdtrain.data.stream_plan import StreamPlan
 from hvdtrain.errors import OptimizerError
 from hvdtrain.log import get_logger
 from hvdtrain.optim import keras_model, keras_seam
-from hvdtrain.optim.distributed import distribute_as_set
+from hvdtrain.optim.as_set import distribute_as_set
 from hvdtrain.optim.options import ReducerOptions
 from hvdtrain.session import Session
 

@@ -20,7 +20,11 @@ from hvdtrain.engines.parameter_server.roles import (
 from hvdtrain.errors import ConfigError, WorldError
 from hvdtrain.runtime.stop import StopFlag
 from hvdtrain.world.detect import detect_world
-from hvdtrain.world.rendezvous import gloo_variables, listen, serve
+from hvdtrain.world.rendezvous import gloo_variables, listen_on_all, serve
+from hvdtrain.world.secret import SECRET_VARIABLE, JobKey
+
+SECRET = "the secret of this test"
+KEY = JobKey(SECRET)
 
 
 def names(size, **settings):
@@ -43,9 +47,10 @@ def test_roles_of_one_host_that_draw_one_port_get_two(monkeypatch, tmp_path):
         return next(draws[int(threading.current_thread().name)])
     monkeypatch.setattr(rank.random, "randint", randint)
     monkeypatch.setattr(rank, "Supervisor", Told)
-    server = serve(listen("127.0.0.1"), hosts=["localhost"], slots=[3])
-    environ = {"HOROVOD_SIZE": "3", "HOROVOD_LOCAL_SIZE": "3"} | gloo_variables(
-        address="127.0.0.1", port=server.port, interface="lo")
+    server = serve(listen_on_all(["127.0.0.1"]), hosts=["localhost"], slots=[3], key=KEY)
+    environ = {"HOROVOD_SIZE": "3", "HOROVOD_LOCAL_SIZE": "3", SECRET_VARIABLE: SECRET} | (
+        gloo_variables(address="127.0.0.1", port=server.ports["127.0.0.1"], interface="lo",
+                       key=KEY))
     try:
         threads = [threading.Thread(name=str(number), target=lambda world: rank.supervise_role(
             TrainConfig(engine="ps"), world, environ, [], StopFlag(), dry_run=False), args=[
