@@ -50,7 +50,7 @@ def draw(seed: int, ranks: int) -> Case:
 
     def maybe(chance):
         return bool(rng.random() < chance)
-    kind = one("dense", "dense", "sequence", "conv", "two", "own_step")
+    kind = one("dense", "dense", "sequence", "tokens", "conv", "two", "own_step")
     data = one("arrays", "arrays", "stream", "batches", "function", "pydataset")
     optimizer = one("SGD", "SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Nadam", "Adamax", "Lamb")
     options: dict = {}
@@ -70,7 +70,7 @@ def draw(seed: int, ranks: int) -> Case:
     if data == "arrays" and maybe(0.4):
         settings |= {"shuffle": True, "seed": int(rng.integers(1, 99))}
     if optimizer in ("SGD", "Adam", "AdamW") and maybe(0.15) and (
-            "use_ema" not in options and kind != "sequence"):
+            "use_ema" not in options and kind not in ("sequence", "tokens")):
         settings["zero"] = True
     layers = tuple(one("dense", "tanh", "norm", "batchnorm") for _ in range(rng.integers(0, 3)))
     # Statistics are of the whole batch only where every rank has an equal part of it.
@@ -89,17 +89,17 @@ def draw(seed: int, ranks: int) -> Case:
     return Case(
         seed=seed, ranks=ranks, kind=kind, data=data, samples=samples, epochs=epochs,
         held=one(0, int(rng.integers(1, 10))), optimizer=optimizer, options=options,
-        loss=one("mse", "huber", "mae"), weighted=maybe(0.3) and kind != "own_step",
+        loss=one("mse", "huber", "mae"), weighted=maybe(0.3) and kind not in ("own_step", "tokens"),
         reduction=one("sum_over_batch_size", "sum_over_batch_size", "sum",
                       "mean_with_sample_weight"),
         callbacks=tuple(callbacks), stops=stops, settings=settings, layers=layers,
-        steps_per_execution=one(1, 1, 2))
+        steps_per_execution=1 if "counter" in callbacks else one(1, 1, 2))
 
 
 def arrays_of(case: Case, samples: int, seed: int):
     """`(x, y)` or `(x, y, weight)`; lists where the model has several inputs."""
     rng = np.random.default_rng([case.seed, seed])
-    if case.kind == "sequence":
+    if case.kind in ("sequence", "tokens"):
         x = rng.integers(1, 9, size=(samples, 6))
         for row, length in enumerate(rng.integers(1, 7, size=samples)):
             x[row, length:] = 0
@@ -109,7 +109,7 @@ def arrays_of(case: Case, samples: int, seed: int):
         x = (rng.normal(size=(samples, 3)), rng.normal(size=(samples, 4)))
     else:
         x = rng.normal(size=(samples, 5))
-    y = rng.normal(size=(samples, 2))
+    y = rng.normal(size=(samples, 6, 2) if case.kind == "tokens" else (samples, 2))
     if case.kind == "two":
         y = (y, rng.normal(size=(samples, 1)))
     weight = rng.uniform(0.1, 2, size=samples)
@@ -129,9 +129,10 @@ def model_of(case: Case, keras, factor: float = 1.0, *, distributed: bool = Fals
     """
     keras.utils.set_random_seed(case.seed)
     layers = keras.layers
-    if case.kind == "sequence":
+    if case.kind in ("sequence", "tokens"):
         inputs = keras.Input((6,), dtype="int64")
-        x = layers.GRU(4)(layers.Embedding(9, 3, mask_zero=True)(inputs))
+        x = layers.GRU(4, return_sequences=case.kind == "tokens")(
+            layers.Embedding(9, 3, mask_zero=True)(inputs))
     elif case.kind == "conv":
         inputs = keras.Input((8, 2))
         x = layers.Flatten()(layers.Conv1D(3, 3, activation="tanh")(inputs))
@@ -151,7 +152,7 @@ def model_of(case: Case, keras, factor: float = 1.0, *, distributed: bool = Fals
     loss = {"mse": keras.losses.MeanSquaredError, "huber": keras.losses.Huber,
             "mae": keras.losses.MeanAbsoluteError}[case.loss](reduction=case.reduction)
     optimizer = getattr(keras.optimizers, case.optimizer)(0.02 * factor, **case.options)
-    if distributed and case.kind == "sequence":
+    if distributed and case.kind in ("sequence", "tokens"):
         # As Keras, which applies rows of an embedding that occur twice otherwise than their sum.
         import hvdtrain
         hvdtrain.DistributedOptimizer(optimizer, options=hvdtrain.ReducerOptions(merge="none"))
