@@ -63,8 +63,9 @@ def evaluate(model: Any, data: Source | StreamSource | Any, *, batch_per_rank: i
     with session.progress.phase("evaluating"):
         check_same_model(collective, model)
         refuse_unmergeable(collective, model)
+        evaluation = Evaluation(model, source, session, batch_per_rank)
         given = keras.callbacks.CallbackList(list(callbacks), model=model, verbose=0, epochs=1,
-                                             steps=None)
+                                             steps=evaluation.steps)
         results = model._get_metrics_result_or_logs
 
         def figures(logs: Any) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def evaluate(model: Any, data: Source | StreamSource | Any, *, batch_per_rank: i
             return merged_logs(collective, model, logs)
         keras_seam.set_on_instance(model, "_get_metrics_result_or_logs", figures)
         try:
-            return Evaluation(model, source, session, batch_per_rank).run(given)
+            return evaluation.run(given)
         finally:
             keras_seam.restore_method(model, "_get_metrics_result_or_logs", results)
 
@@ -97,16 +98,16 @@ class Evaluation:
         rank, size = session.world.rank, session.world.size
         if isinstance(source, StreamSource):
             plan = StreamPlan(counts=source.counts, rank=rank, batch_per_rank=batch)
-            steps, self._weighted = plan.steps, True
+            self.steps, self._weighted = plan.steps, True
             dataset = (share_dataset(source.share(rank, size), plan, epochs=1)
                        if isinstance(source, FileShares) else
                        stream_dataset(source, plan, epochs=1))
         else:
             shards = ShardPlan(samples=len(source), rank=rank, size=size, batch_per_rank=batch,
                                shuffle=False, remainder="join", for_evaluation=True)
-            steps, self._weighted = shards.steps, shards.uneven
+            self.steps, self._weighted = shards.steps, shards.uneven
             dataset = training_dataset(source, shards, epochs=1)
-        self._dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps))
+        self._dataset = dataset.apply(tf.data.experimental.assert_cardinality(self.steps))
 
     def run(self, callbacks: Any) -> dict[str, Any]:
         """Evaluate as Keras does, with its calls of callbacks; the figures of all ranks.

@@ -402,3 +402,16 @@ def test_an_error_in_reading_names_the_source_on_every_path(capfd):
     with pytest.raises(DataError, match=r"cannot read its data\. mine: OSError: the disk is gone"):
         hvdtrain.fit(compiled(), Broken(data(), name="mine"))
     assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_metric_that_gives_an_array_is_an_array_in_history_and_files(tmp_path):
+    """As in Keras, which callbacks see in the logs."""
+    import json
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
+    model.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.F1Score(name="f1")])
+    x, y = np.eye(4, dtype="f4"), np.eye(4, 3, dtype="f4")
+    result = hvdtrain.fit(model, (x, y), validation=(x, y), config=TrainConfig(output=tmp_path))
+    expected = model.evaluate(x, y, verbose=0, return_dict=True)["f1"]
+    np.testing.assert_allclose(result.history["val_f1"][0], expected)
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    np.testing.assert_allclose(line["val_f1"], expected)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import keras
+import numpy as np
 
 from hvdtrain.collectives.base import Collective
 from hvdtrain.runtime.progress import Progress
@@ -151,7 +152,7 @@ class MetricsFile:
         """Add the line of an epoch."""
         seconds = time.perf_counter() - self._began
         samples, self._done_before = max(0, self._samples - self._done_before), 0
-        line = {"epoch": epoch + 1, **{k: float(v) for k, v in figures.items()},
+        line = {"epoch": epoch + 1, **{k: np.asarray(v).tolist() for k, v in figures.items()},
                 "samples": samples, "seconds": round(seconds, 4),
                 "samples_per_s": round(samples / seconds, 2), "time_s": round(time.time(), 4)}
         try:
@@ -196,7 +197,8 @@ class TensorBoardLog:
         with self._written():
             with self._writer.as_default(step=epoch + 1):
                 for name, value in figures.items():
-                    tf.summary.scalar(name, value)
+                    if np.ndim(value) == 0:
+                        tf.summary.scalar(name, value)
             self._writer.flush()
 
     def close(self) -> None:
