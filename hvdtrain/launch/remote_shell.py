@@ -19,6 +19,8 @@ from hvdtrain.errors import ConfigError, LaunchError
 CONNECT_TIMEOUT_S = 10
 _ALIVE_INTERVAL_S, _ALIVE_COUNT = 3, 3
 """A host whose cable is cut is lost after 9 to 12 s; TCP alone would take hours."""
+_CONFIGURATION_S = 3.0
+"""For `ssh -G`, which connects to nobody; a `Match exec` in the configuration may take a moment."""
 _KUBEXEC = re.compile(r"(?P<kubectl>\S*kubectl)\s+exec\s+\$\{?POD_NAME\}?"
                       r"(?:\s+(?:--container|-c)[\s=](?P<container>\S+))?")
 
@@ -74,9 +76,9 @@ def asks_about_keys(host: str, options: RemoteOptions) -> bool:
     try:
         said = subprocess.run(["ssh", "-G", *_reach(options), host], capture_output=True,
                               text=True, errors="replace", stdin=subprocess.DEVNULL,
-                              timeout=CONNECT_TIMEOUT_S, check=False)
+                              timeout=_CONFIGURATION_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return True  # there is no ssh; the command itself tells
+        return True  # the command itself tells what is wrong
     return said.returncode != 0 or "\nstricthostkeychecking ask\n" in f"\n{said.stdout}"
 
 

@@ -41,8 +41,9 @@ from hvdtrain.world.world import World
 
 _SECONDARY_WAIT_S = 1.0
 """So that the rank that is the cause is seen to end first."""
-_ALIKE_WAIT_S = 0.2
-"""So that ranks which fail alike have printed why before Horovod sees the first one leave."""
+_ALIKE_WAIT_S, _MISTAKE_WAIT_S = 0.2, 0.5
+"""So that ranks which fail alike, as by a mistake of the user's, have printed why before Horovod
+sees the first one leave."""
 _MESSAGE_CHARS = 300
 
 
@@ -94,8 +95,8 @@ class Guard:
         _flush()
         if self._world.size > 1:
             silence()
-            time.sleep(_SECONDARY_WAIT_S if secondary and not self.stop.requested
-                       else _ALIKE_WAIT_S)
+            wait_s = _MISTAKE_WAIT_S if isinstance(error, HvdtrainError) else _ALIKE_WAIT_S
+            time.sleep(_SECONDARY_WAIT_S if secondary and not self.stop.requested else wait_s)
         kill_descendants()
         os._exit(code)
 

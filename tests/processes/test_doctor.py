@@ -41,7 +41,8 @@ def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def make(text: str) -> str:
         program = tmp_path / "bin" / "ssh"
         program.parent.mkdir(exist_ok=True)
-        program.write_text(f"#!/bin/bash\n{text}\n")
+        # `ssh -G` tells the configuration and connects to nobody.
+        program.write_text(f"#!/bin/bash\n[ \"$1\" = -G ] && exit 1\n{text}\n")
         program.chmod(0o755)
         path = f"{program.parent}:{os.environ['PATH']}"
         monkeypatch.setenv("PATH", path)
