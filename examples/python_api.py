@@ -24,8 +24,8 @@ model = keras.Sequential([
     layers.Dense(128, activation="relu"),
     layers.Dense(10, activation="softmax"),
 ])
-model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.Adam(1e-3)),
-              "sparse_categorical_crossentropy", metrics=["accuracy"])
+model.compile(keras.optimizers.Adam(1e-3), "sparse_categorical_crossentropy",
+              metrics=["accuracy"])
 
 hvdtrain.fit(model, (x, y), validation=(x_test, y_test),
              config=hvdtrain.TrainConfig(batch_per_rank=32, epochs=15, lr_scaling="sqrt"))

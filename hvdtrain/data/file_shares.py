@@ -211,8 +211,8 @@ def share_dataset(share: Source, plan: StreamPlan, *, first_epoch: int = 0,
         epochs: Integer, end after so many; None for never.
 
     Returns:
-        A `tf.data.Dataset` of pairs `(weight, batch)`, as `training_dataset` where a plan is
-        uneven. Where the share has ended a batch is one sample, of weight 0.
+        A `tf.data.Dataset` as that of `training_dataset`: of pairs `(weight, batch)` where the
+        plan is uneven. Where the share has ended a batch is one sample, of weight 0.
     """
     fetch = fetcher(share)
     weights = tf.constant(plan.weights())
@@ -226,7 +226,9 @@ def share_dataset(share: Source, plan: StreamPlan, *, first_epoch: int = 0,
         def rows(step: Any) -> Any:
             return tf.cond(step * batch < own,
                            lambda: order[step * batch:(step + 1) * batch], lambda: order[:1])
-        return tf.data.Dataset.range(begin, plan.steps).map(
-            lambda step: (weights[step], fetch(rows(step))))
+        steps = tf.data.Dataset.range(begin, plan.steps)
+        if not plan.uneven:
+            return steps.map(lambda step: fetch(rows(step)))
+        return steps.map(lambda step: (weights[step], fetch(rows(step))))
 
     return ready(numbers_of(first_epoch, epochs).flat_map(one_epoch))

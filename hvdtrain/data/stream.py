@@ -233,9 +233,9 @@ def stream_dataset(source: StreamSource, plan: StreamPlan, *, first_epoch: int =
         epochs: Integer, end after so many; None for never.
 
     Returns:
-        A `tf.data.Dataset` of pairs `(weight, batch)`, as `training_dataset` where a plan is
-        uneven. Where a share gives fewer samples than were counted, or more, reading it fails: at
-        the latest in place of the last batch of the epoch.
+        A `tf.data.Dataset` as that of `training_dataset`: of pairs `(weight, batch)` where the
+        plan is uneven. Where a share gives fewer samples than were counted, or more, reading it
+        fails: at the latest in place of the last batch of the epoch.
     """
     weights = tf.constant(plan.weights())
     sizes = tf.constant([plan.batch_of(plan.rank, step) for step in range(plan.steps + 1)],
@@ -265,8 +265,10 @@ def stream_dataset(source: StreamSource, plan: StreamPlan, *, first_epoch: int =
         found = tf.data.Dataset.zip(steps, batches).map(checked)
         # Each batch waits until the next is checked, so the last one until nothing is left over.
         late = found.scan((tf.constant(-1, tf.int64), first), lambda last, this: (this, last))
-        return late.filter(lambda step, batch: step >= 0).map(
-            lambda step, batch: (tf.identity(weights[step]), batch))
+        batches = late.filter(lambda step, batch: step >= 0)
+        if not plan.uneven:
+            return batches.map(lambda step, batch: batch)
+        return batches.map(lambda step, batch: (tf.identity(weights[step]), batch))
 
     return ready(numbers_of(first_epoch, epochs).flat_map(one_epoch),
                  autotune=is_tuned(source.samples(plan.rank, plan.size)))

@@ -29,12 +29,16 @@ class StreamPlan:
     stream_order: str = ""
     """What decides the order of a stream, as far as it is known."""
 
-    uneven = True
     padded = dropped = 0
 
     def __post_init__(self) -> None:
         if self.samples == 0:
             raise DataError("The stream has no samples on any rank; at least one is needed.")
+
+    @property
+    def uneven(self) -> bool:
+        """Whether ranks have different numbers of samples in some step."""
+        return len(set(self.counts)) > 1
 
     @property
     def size(self) -> int:

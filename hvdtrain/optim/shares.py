@@ -185,14 +185,16 @@ def share_steps(model: Any, share: StepShare, *, weighted: bool) -> Callable[[],
     Returns:
         A function that undoes it.
     """
-    optimizer, original = model.optimizer, model.train_step
-    scale_loss = optimizer.scale_loss
+    original = model.train_step
+    originals = [(o, o.scale_loss) for o in keras_seam.optimizers_of(model)] if weighted else []
 
-    def scaled(loss: Any) -> Any:
-        if share.weight is not None:
-            share.was_used = True
-            loss = loss * tf.cast(share.weight, loss.dtype)
-        return scale_loss(loss)
+    def scaled(scale_loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def scale_loss_by_share(loss: Any) -> Any:
+            if share.weight is not None:
+                share.was_used = True
+                loss = loss * tf.cast(share.weight, loss.dtype)
+            return scale_loss(loss)
+        return scale_loss_by_share
 
     def step(batch: Any) -> Any:
         share.was_used = False
@@ -203,13 +205,13 @@ def share_steps(model: Any, share: StepShare, *, weighted: bool) -> Callable[[],
         return result
 
     def undo() -> None:
-        if weighted:
+        for optimizer, scale_loss in originals:
             keras_seam.restore_method(optimizer, "scale_loss", scale_loss)
         keras_seam.restore_method(model, "train_step", original)
         model.train_function = None
 
-    if weighted:
-        keras_seam.set_on_instance(optimizer, "scale_loss", scaled)
+    for optimizer, scale_loss in originals:
+        keras_seam.set_on_instance(optimizer, "scale_loss", scaled(scale_loss))
     keras_seam.set_on_instance(model, "train_step", _shared(model, step, share, weighted=weighted))
     return undo
 

@@ -98,7 +98,7 @@ class Evaluation:
         rank, size = session.world.rank, session.world.size
         if isinstance(source, StreamSource):
             plan = StreamPlan(counts=source.counts, rank=rank, batch_per_rank=batch)
-            self.steps, self._weighted = plan.steps, True
+            self.steps, self._weighted = plan.steps, plan.uneven
             dataset = (share_dataset(source.share(rank, size), plan, epochs=1)
                        if isinstance(source, FileShares) else
                        stream_dataset(source, plan, epochs=1))
