@@ -46,16 +46,18 @@ def whole_file(path: Path) -> Iterator[Path]:
         _remove(temporary)
 
 
-def remove_leftovers(folder: Path, name: str = "*") -> None:
+def remove_leftovers(folder: Path, name: str = "*", *, locked: bool = False) -> None:
     """Remove what killed writers have left: those of this host, and what is old of others.
 
     Args:
         folder: Where `whole_file` was used; it need not exist.
         name: String, a pattern of `fnmatch` for the names of the files.
+        locked: Boolean, whether the caller holds a lock that every writer of this host holds while
+            it writes. A killed one lets go of it a moment before it is seen to have ended.
     """
     for path in folder.glob(f".{name}.tmp-*"):
         with suppress(OSError):
-            if _is_left_over(path):
+            if _is_left_over(path, locked=locked):
                 _remove(path)
 
 
@@ -65,11 +67,11 @@ def _place() -> str:
     return f"{os.uname().nodename}-{numbers}"
 
 
-def _is_left_over(path: Path) -> bool:
+def _is_left_over(path: Path, *, locked: bool) -> bool:
     writer = _WRITER.search(path.name)
     if writer is None:
         return False
-    if writer["host"] == _place() and not _runs(writer["pid"]):
+    if writer["host"] == _place() and (locked or not _runs(writer["pid"])):
         return True
     limit_s = _OLD_FOLDER_S if path.is_dir() else _OLD_FILE_S
     return time.time() - path.stat().st_mtime > limit_s

@@ -133,7 +133,7 @@ def _compile(plan: Plan, slot: Path, env: dict[str, str]) -> Path:
     with _build_folder(plan.options.keep_build) as build:
         made = compile_wheel(plan, build=build, log=log, environ=env)
         wheel = slot / made.name
-        remove_leftovers(slot)
+        remove_leftovers(slot, locked=True)
         with whole_file(wheel) as temporary:
             shutil.copyfile(made, temporary)
     (slot / "key.json").write_text(plan.key.as_json() + "\n")

@@ -80,7 +80,7 @@ def _acquire(lock: int, result: Path) -> None:
 
 def _make(result: Path, work: Callable[[Path], None], lock: int, failures: int) -> None:
     """Do the work; the lock is held."""
-    remove_leftovers(result.parent, glob.escape(result.name))
+    remove_leftovers(result.parent, glob.escape(result.name), locked=True)
     try:
         with whole_file(result) as temporary:
             work(temporary)

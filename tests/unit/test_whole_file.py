@@ -97,6 +97,13 @@ def test_what_a_killed_writer_left_is_removed_and_a_living_one_is_left_alone(tmp
     assert left.endswith(f"-{alive.pid}.txt")
 
 
+def test_what_this_host_left_is_removed_by_who_holds_the_lock(tmp_path, writer):
+    """The writer need not have ended to the last: its lock is let go of before."""
+    writer(tmp_path / "a.txt")
+    remove_leftovers(tmp_path, locked=True)
+    assert os.listdir(tmp_path) == []
+
+
 def test_what_another_host_writes_is_left_alone_until_it_is_old(tmp_path, writer):
     process = writer(tmp_path / "a.txt")
     process.kill()
