@@ -125,7 +125,7 @@ def nodes_of(dataset: Any) -> Iterator[Any]:
 def _checksum(tensors: Any) -> int:
     checksum = 0
     for tensor in tf.nest.flatten(tensors):
-        if isinstance(tensor, tf.Tensor):
+        if isinstance(tensor, tf.Tensor) and tensor.dtype != tf.variant:
             array = tensor.numpy()
             array = array if isinstance(array, np.ndarray) else np.asarray(array)
             step = max(1, array.nbytes // _MOST_BYTES)

@@ -32,6 +32,9 @@ def trainable_as_compiled(model: Any) -> Iterator[None]:
     or frozen later, until the model is compiled again.
     """
     compiled = getattr(model, "_loss_tracker", None)
+    if compiled is None:  # a `compile` of the model's own, which leaves no trace
+        yield
+        return
     parts = [*((layer, "_trainable") for layer in model._flatten_layers()),
              *((variable, "trainable") for variable in model.variables)]
     now = [(part, name, getattr(part, name)) for part, name in parts]

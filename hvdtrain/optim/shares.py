@@ -26,6 +26,7 @@ import tensorflow as tf
 from hvdtrain.collectives.base import Collective
 from hvdtrain.errors import ConfigError
 from hvdtrain.optim import keras_model, keras_seam
+from hvdtrain.optim.keras_seam import Hidden
 from hvdtrain.optim.names import CallNames
 from hvdtrain.optim.provenance import tapes_watched
 from hvdtrain.optim.state import seed_variables
@@ -158,10 +159,10 @@ def share_losses(model: Any, collective: Collective) -> StepShare:
     if compiled is None or collective.size == 1:
         return StepShare()
     known = compiled.__dict__.get(_SHARE)
-    if known is not None and known[0] is collective:
-        return known[1]  # type: ignore[no-any-return]
+    if known is not None and known.value[0] is collective:
+        return known.value[1]  # type: ignore[no-any-return]
     share = StepShare()
-    keras_seam.set_on_instance(compiled, _SHARE, (collective, share))
+    keras_seam.set_on_instance(compiled, _SHARE, Hidden((collective, share)))
     after = keras_seam.leaf_optimizers(keras_seam.optimizers_of(model))[0]._iterations
 
     def wrap(number: int, loss: Any) -> Any:

@@ -375,8 +375,8 @@ def test_figures_that_the_chief_cannot_write_end_every_rank(where, rank_session,
     import hvdtrain
     from hvdtrain.config import TrainConfig
     from hvdtrain.errors import NotWrittenError
-    folder = tmp_path_factory.mktemp("figures") if rank_session.world.rank == 0 else None
-    folder = rank_session.collective.gather_objects(folder)[0]
+    folder = Path(rank_session.collective.gather_objects(
+        str(tmp_path_factory.mktemp("figures")))[0])
     if rank_session.world.rank == 0:
         if where == "tensorboard":
             (folder / where).write_text("a file where a folder is needed")
