@@ -25,12 +25,12 @@ def check(seed, session, keras, tmp_path):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("seed", [2, 11, 14, 23])
+@pytest.mark.parametrize("seed", [11, 14])
 def test_two_ranks_equal_one_process(seed, rank_session, keras, float64, tmp_path):
     check(seed, rank_session, keras, tmp_path)
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("seed", [3, 6])
+@pytest.mark.parametrize("seed", [6])
 def test_three_ranks_equal_one_process(seed, rank_session, keras, float64, tmp_path):
     check(seed, rank_session, keras, tmp_path)
