@@ -21,7 +21,7 @@ from hvdtrain.optim.state import training_state
 from hvdtrain.train.callbacks.coordinator import Coordinator
 from hvdtrain.train.callbacks.state import CallbackStates
 from hvdtrain.train.checkpoint_file import RunState
-from hvdtrain.train.metrics import restore_states
+from hvdtrain.train.metrics import as_figures, mean_of, restore_states
 
 
 class RankCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
@@ -118,7 +118,7 @@ class RankCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         """Make equal on all ranks what one callback has done to the figures. All ranks."""
         changed = {k: v for k, v in figures.items() if k not in before or before[k] is not v}
         removed = [k for k in before if k not in figures]
-        everyone = self._collective.gather_objects((_plain(changed), removed))
+        everyone = self._collective.gather_objects((as_figures(changed), removed))
         if all(_same(theirs, everyone[0]) for theirs in everyone):
             return
         names = list(dict.fromkeys(k for theirs, _ in everyone for k in theirs))
@@ -127,7 +127,7 @@ class RankCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
                 "The callback %s gives each rank figures of its own (%s): their mean over the "
                 "ranks that have them is used.", name, ", ".join(names) or ", ".join(removed))
         for key in names:
-            figures[key] = _mean([theirs[key] for theirs, _ in everyone if key in theirs])
+            figures[key] = mean_of([theirs[key] for theirs, _ in everyone if key in theirs])
         for key in before:
             if key in everyone[0][1] and key not in names:
                 figures.pop(key, None)
@@ -135,20 +135,8 @@ class RankCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
                 figures.setdefault(key, before[key])
 
 
-def _plain(figures: dict[str, Any]) -> dict[str, Any]:
-    """Tensors and numpy's numbers as numbers, so that they can be sent."""
-    return {k: keras_model.pythonify_logs({k: v})[k] for k, v in figures.items()}
-
-
 def _same(one: Any, other: Any) -> bool:
     return repr(one) == repr(other)
-
-
-def _mean(values: list[Any]) -> Any:
-    """The mean of numbers; of anything else what the first rank has."""
-    if all(isinstance(v, (bool, int, float)) for v in values):
-        return float(np.mean(values))
-    return values[0]
 
 
 @contextmanager

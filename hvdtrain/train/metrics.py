@@ -96,10 +96,13 @@ def merged_logs(collective: Collective, model: Any, logs: Any, *,
     found = {name: value for name, value in merged.items() if name in names or not names}
     for name in names:
         if name not in merged:
-            values = [theirs[name] for theirs in everyone if name in theirs]
-            found[name] = (float(np.mean(values)) if all(isinstance(v, float) for v in values)
-                           else values[0])
+            found[name] = mean_of([theirs[name] for theirs in everyone if name in theirs])
     return found
+
+
+def mean_of(values: Sequence[Any]) -> Any:
+    """One figure of several ranks: the mean of numbers; of anything else what the first has."""
+    return float(np.mean(values)) if all(isinstance(v, float) for v in values) else values[0]
 
 
 def as_figures(results: Mapping[str, Any]) -> dict[str, Any]:

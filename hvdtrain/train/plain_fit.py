@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -95,13 +95,8 @@ def _checked(model: Any, given: Mapping[str, Any], collective: Collective) -> It
             f"model.fit was called with the same data on all {collective.size} ranks: each would "
             f"train on all of it. Give each rank its share, e.g. x[rank::size]. Or let hvdtrain "
             f"do it. {_HOW}")
-    with _reducing(model) if own_step and not distributed else _nothing():
+    with _reducing(model) if own_step and not distributed else nullcontext():
         yield
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 @contextmanager

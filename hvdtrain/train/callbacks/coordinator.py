@@ -265,12 +265,11 @@ class Coordinator(keras.callbacks.Callback):
         """Stop where ranks hold different weights, unless it is switched off. All ranks."""
         if not self._check_weights:
             return
-        shared = keras_seam.shared_variables(keras_seam.optimizers_of(self.model))
+        optimizers = keras_seam.optimizers_of(self.model)
+        shared = keras_seam.shared_variables(optimizers)
         with self._progress.phase("comparing the weights"):
-            weights = keras_seam.shared_weights(keras_seam.optimizers_of(self.model),
-                                                self.model.trainable_variables)
-            state.check_equal(self._collective, [*weights, *shared],
-                              when=when)
+            weights = keras_seam.shared_weights(optimizers, self.model.trainable_variables)
+            state.check_equal(self._collective, [*weights, *shared], when=when)
 
 
 class StopAgreement(keras.callbacks.Callback):
