@@ -16,7 +16,11 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.settings import at_least, check_types, from_mapping
 
 LR_SCALINGS = ("linear", "sqrt", "none")
-Remainder = Literal["pad", "drop", "join"]
+Remainder = Literal["auto", "join", "pad", "drop"]
+BatchMeaning = Literal["global", "per_rank"]
+Divide = Literal["samples", "batches"]
+DEFAULT_BATCH = 32
+"""Samples per batch where nothing is given, as in Keras."""
 Sparse = Literal["auto", "gather", "dense"]
 Compression = Literal["none", "fp16", "bf16", "topk", "lowrank"]
 SENT_IN_PART = ("topk", "lowrank")
@@ -30,7 +34,9 @@ CollectiveName = Literal["auto", "horovod-gloo", "horovod-mpi", "mpi4py", "singl
 _LONGEST_HANG_S = 1_000_000
 _LARGEST_PREDIVIDE = 1_000_000
 _OF_ALLREDUCE: dict[str, tuple[tuple[object, ...], str]] = {
-    "remainder": (("pad", "drop"), "Use remainder='pad' or 'drop'."),
+    "remainder": (("auto", "pad", "drop"), "Use remainder='pad' or 'drop'."),
+    "batch_global": ((None,), "Give batch_per_rank."),
+    "divide": (("samples",), "Leave it out."),
     "collective": (("auto",), "Leave it out: TensorFlow itself moves the gradients."),
     "zero": ((False,), "Leave it out."),
     "sync_batch_norm": ((False,), "Leave it out; tf.distribute has its own: "
@@ -47,18 +53,31 @@ _OF_ALLREDUCE: dict[str, tuple[tuple[object, ...], str]] = {
 class TrainConfig:
     """How to train. Equal on all ranks (compared at the start)."""
 
-    batch_per_rank: int = 32
-    """Samples per step on each rank; the global batch is this times the number of ranks."""
+    batch: BatchMeaning = "global"
+    """What the `batch_size` of Keras' `fit`, `evaluate` and `predict` means, and the batches of
+    a data set that is given to them: samples over all ranks (`global`), which each take a part,
+    so that the result is that of the script on one process; or samples on each (`per_rank`)."""
+    batch_per_rank: int | None = None
+    """Samples per step on each rank; the global batch is this times the number of ranks.
+    Default: 32, unless `batch_global` is given."""
+    batch_global: int | None = None
+    """Samples per step over all ranks, in place of `batch_per_rank`; need not divide by them."""
     epochs: int = 1
     """Passes over the training data, counted from the beginning of the first run."""
-    seed: int = 0
-    """Seeds weights, shuffling and dropout."""
+    seed: int | None = None
+    """Seeds weights, shuffling and dropout. Default: 0 in a job; in a script what it has seeded
+    itself."""
     shuffle: bool = True
     """Reshuffle all samples globally before each epoch, from (seed, epoch)."""
-    remainder: Remainder = "pad"
-    """What to do when the last batch does not divide by the ranks: repeat up to N-1 samples
-    (`pad`) or leave up to N-1 out (`drop`), so that it is smaller on all ranks alike; or divide
-    it as it is and weight each rank by its samples (`join`), as one process would train."""
+    remainder: Remainder = "auto"
+    """What to do when a batch does not divide by the ranks: divide it as it is and weight each
+    rank by its samples (`join`), as one process would train; or repeat up to N-1 samples (`pad`)
+    or leave up to N-1 out (`drop`), so that all ranks have as many. `auto`: `join`, and `pad`
+    for a model of a fixed batch and for other engines."""
+    divide: Divide = "samples"
+    """When a `tf.data` pipeline is divided over the ranks: before its samples are decoded, where
+    its steps allow it (`samples`); or after its batches are made, by every rank (`batches`), so
+    that random augmentation is that of one process."""
     lr_scaling: str = "linear"
     """Multiply the learning rate by N (`linear`), the square root of N (`sqrt`) or 1 (`none`)
     for N ranks, or by what a function of yours gives for N (`module:function`)."""
@@ -128,8 +147,13 @@ class TrainConfig:
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, Path(getattr(self, name)))
         check_types(self)
-        for name in ("batch_per_rank", "epochs", "keep_checkpoints"):
+        for name in ("batch_per_rank", "batch_global", "epochs", "keep_checkpoints"):
             at_least(self, name, 1)
+        if self.batch_per_rank is not None and self.batch_global is not None:
+            raise ConfigError(
+                "batch_per_rank and batch_global say the same in two ways; give one of them. "
+                f"Received: batch_per_rank={self.batch_per_rank}, "
+                f"batch_global={self.batch_global}")
         for name in ("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_s",
                      "warmup_epochs", "seed"):
             at_least(self, name, 0)
@@ -143,6 +167,16 @@ class TrainConfig:
         self._check_engine()
         if self.resume and self.overwrite:
             raise ConfigError("resume and overwrite exclude each other; give one of them.")
+
+    def rank_batch(self, size: int) -> int:
+        """Samples per step on a rank of `size`; where they differ, of the one that has most."""
+        if self.batch_global is not None:
+            return -(-self.batch_global // size)
+        return self.batch_per_rank or DEFAULT_BATCH
+
+    def remainder_as(self, best: Literal["join", "pad"]) -> Literal["join", "pad", "drop"]:
+        """What to do with a remainder, where `best` is what `auto` means."""
+        return best if self.remainder == "auto" else self.remainder
 
     def _check_engine(self) -> None:
         if self.xla and self.sync_batch_norm:

@@ -39,7 +39,7 @@ def run_job(job: Job, config: TrainConfig, session: Session, *,
 
     from hvdtrain.data.source import splits_of
     from hvdtrain.train.fit import fit_job
-    keras.utils.set_random_seed(config.seed)
+    keras.utils.set_random_seed(config.seed or 0)
     with session.progress.phase("building data and model"):
         splits = splits_of(job.data())
         model = job.model()

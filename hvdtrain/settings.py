@@ -16,13 +16,13 @@ ConfigT = TypeVar("ConfigT")
 
 
 def at_least(config: Any, name: str, least: int) -> None:
-    """Refuse a field below its least value.
+    """Refuse a field below its least value; None is none.
 
     Raises:
         ConfigError: It is.
     """
     value = getattr(config, name)
-    if not value >= least:
+    if value is not None and not value >= least:
         raise ConfigError(f"{name} must be at least {least}. Received: {name}={value}")
 
 

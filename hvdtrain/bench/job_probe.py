@@ -33,7 +33,7 @@ def look(target: str) -> dict[str, Any]:
 
     from hvdtrain.data.source import ArraySource, DataSplits
     job = load_job(target)
-    keras.utils.set_random_seed(job.config.seed)
+    keras.utils.set_random_seed(job.config.seed or 0)
     data = job.data()
     train = data.train if isinstance(data, DataSplits) else data
     source = train if hasattr(train, "read") else ArraySource(train, name="train")
@@ -44,7 +44,7 @@ def look(target: str) -> dict[str, Any]:
         model(tf.nest.map_structure(tf.convert_to_tensor, inputs))
     parameters = sum(math.prod(variable.shape) for variable in model.trainable_variables)
     return {"parameters": parameters, "parameter_bytes": parameters * _FLOAT32_BYTES,
-            "samples": len(source), "batch_per_rank": job.config.batch_per_rank,
+            "samples": len(source), "batch_per_rank": job.config.rank_batch(1),
             "epochs": job.config.epochs}
 
 

@@ -33,10 +33,10 @@ def training_dataset(source: Source, plan: ShardPlan, *, first_epoch: int = 0,
     Returns:
         A `tf.data.Dataset` of batches of shape `(batch, ...)`; the batch axis is static where
         all batches are full. Where `plan.uneven`, of pairs `(weight, batch)`, the weight being
-        a float32 scalar: 1, or `plan.last_weight` in the last step.
+        a float32 scalar: `plan.full_weight`, or `plan.last_weight` in the last step.
     """
     fetch = fetcher(source)
-    batch = plan.batch_per_rank
+    batch = plan.own_batch
     static = batch if plan.last_batch_per_rank == 0 else None
 
     def one_epoch(epoch: Any) -> Any:
@@ -46,7 +46,7 @@ def training_dataset(source: Source, plan: ShardPlan, *, first_epoch: int = 0,
         batches = tf.data.Dataset.range(begin, plan.steps)
         if plan.uneven:
             return batches.map(lambda step: (
-                tf.where(step < plan.full_steps, 1.0, plan.last_weight),
+                tf.where(step < plan.full_steps, plan.full_weight, plan.last_weight),
                 _shaped(fetch(order[step * batch:(step + 1) * batch]), static)))
         return batches.map(
             lambda step: _shaped(fetch(order[step * batch:(step + 1) * batch]), static))

@@ -1,8 +1,8 @@
 """`ShardPlan`: which samples each rank trains on, with the same number of steps on every rank.
 
 In step s the ranks together train on samples [s*G, (s+1)*G) of one global order, G being the
-global batch; rank r takes the r-th part. So N ranks with batch B see in each step exactly what
-one process with batch N*B sees.
+global batch; rank r takes the r-th part. So N ranks see in each step exactly what one process
+with the global batch sees.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from hvdtrain.data.part import Part
 from hvdtrain.errors import DataError
 
 
@@ -20,13 +21,17 @@ class ShardPlan:
     """The training samples of one rank. Pure values: the same on every rank but for `rank`.
 
     Raises:
-        DataError: Fewer samples than ranks, or nothing is left after dropping.
+        DataError: Fewer samples than ranks, in all or in a step; nothing is left after dropping;
+            or the global batch does not divide by the ranks, and it must.
     """
 
     samples: int
     rank: int
     size: int
     batch_per_rank: int
+    batch_global: int | None = None
+    """Samples per step over all ranks, where they do not divide by them; `batch_per_rank` is then
+    the largest part. Default: `batch_per_rank` on each."""
     seed: int = 0
     shuffle: bool = True
     remainder: Literal["pad", "drop", "join"] = "pad"
@@ -46,16 +51,43 @@ class ShardPlan:
             raise DataError(
                 f"With remainder='drop' nothing is left of {self.samples} samples for "
                 f"{self.size} ranks. Use remainder='pad'.")
+        self._check_batch()
         if self.whole_batches and self.remainder == "join" and self._left:
             raise DataError(
                 f"The model takes batches of {self.batch_per_rank} only, but {self._left} of "
                 f"{self.samples} samples are left for a last, smaller step. Use remainder='drop' "
                 "or 'pad', or a model without a fixed batch.")
 
+    def _check_batch(self) -> None:
+        if self.global_batch < self.size and not self.for_evaluation:
+            raise DataError(
+                f"The global batch has {self.global_batch} samples for {self.size} ranks; every "
+                f"rank needs at least one. Start at most {self.global_batch} ranks, or give a "
+                "larger batch.")
+        if self.global_batch % self.size and (self.remainder != "join" or self.whole_batches):
+            raise DataError(
+                f"The global batch of {self.global_batch} samples does not divide by {self.size} "
+                "ranks, which takes remainder='join' and a model without a fixed batch. Use them, "
+                f"or a multiple of {self.size}.")
+
     @property
     def global_batch(self) -> int:
         """Samples per step, over all ranks."""
-        return self.batch_per_rank * self.size
+        return self.batch_global or self.batch_per_rank * self.size
+
+    @property
+    def growth(self) -> int:
+        """How many times the batch of one process the global batch is: for the learning rate."""
+        return 1 if self.batch_global else self.size
+
+    @property
+    def _part(self) -> Part:
+        return Part(rank=self.rank, size=self.size)
+
+    @property
+    def own_batch(self) -> int:
+        """Samples that this rank reads in a full step: at least one, which may not count."""
+        return max(1, int(self._part.count(self.global_batch)))
 
     @property
     def full_steps(self) -> int:
@@ -80,8 +112,14 @@ class ShardPlan:
 
     @property
     def uneven(self) -> bool:
-        """Whether ranks have different numbers of samples in the last step."""
-        return self.remainder == "join" and self._left % self.size != 0
+        """Whether ranks have different numbers of samples in some step."""
+        return self.remainder == "join" and (self._left % self.size != 0 or (
+            self.full_steps > 0 and self.global_batch % self.size != 0))
+
+    @property
+    def full_weight(self) -> float:
+        """As `last_weight`, of the full steps."""
+        return float(self._part.count(self.global_batch) * self.size / self.global_batch)
 
     @property
     def last_weight(self) -> float:
@@ -90,13 +128,13 @@ class ShardPlan:
         A mean over ranks of means over their samples is the mean over all samples when each is
         multiplied by this.
         """
-        if not self.uneven:
+        if not self.uneven or not self._left:
             return 1.0
         return self._last_share * self.size / self._left
 
     @property
     def _last_share(self) -> int:
-        return self._left * (self.rank + 1) // self.size - self._left * self.rank // self.size
+        return int(self._part.count(self._left))
 
     @property
     def steps(self) -> int:
@@ -110,7 +148,7 @@ class ShardPlan:
         A rank that has none in the last step reads one that does not count (`last_weight` is 0).
         """
         last = max(1, self._last_share) if self.uneven else self.last_batch_per_rank
-        return self.full_steps * self.batch_per_rank + last
+        return self.full_steps * self.own_batch + (last if self._left else 0)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -149,17 +187,19 @@ class ShardPlan:
         """
         everyone = self._global_order(int(epoch))
         cut = self.full_steps * self.global_batch
-        full = everyone[:cut].reshape(self.full_steps, self.size, self.batch_per_rank)
+        begin = self._part.begin(self.global_batch)
+        full = everyone[:cut].reshape(self.full_steps, self.global_batch)[
+            :, begin:begin + self.own_batch].reshape(-1)
         tail = everyone[cut:]
         if self.uneven:
-            begin = len(tail) * self.rank // self.size
+            begin = self._part.begin(len(tail))
             mine = tail[begin:begin + self._last_share] if self._last_share else tail[:1]
-            return np.concatenate([full[:, self.rank, :].reshape(-1), mine])
+            return np.concatenate([full, mine])
         if self.padded:
             tail = np.concatenate([tail, np.resize(everyone, self.padded)])
         tail = tail[:self.last_batch_per_rank * self.size]
         mine = tail.reshape(self.size, self.last_batch_per_rank)[self.rank]
-        return np.concatenate([full[:, self.rank, :].reshape(-1), mine])
+        return np.concatenate([full, mine])
 
     def _global_order(self, epoch: int) -> np.ndarray[Any, Any]:
         if not self.shuffle:

@@ -22,7 +22,8 @@ class StreamPlan:
     """Samples of each rank's share."""
     rank: int
     batch_per_rank: int
-
+    growth: int = 1
+    """As `ShardPlan.growth`."""
     seed: int = 0
     shuffle: bool = False
     """Whether each rank draws an order of its own samples; a stream has the order it has."""

@@ -114,13 +114,13 @@ def restore_seeds(variables: Iterable[Any], seeds: Sequence[tuple[int, int]]) ->
             variable.assign(np.asarray(seed, _value(variable).dtype))
 
 
-def seed_dropout(model: Any, seed: int) -> None:
-    """Draw the seeds of a model's generators (dropout) from one seed; 0 leaves them as they are.
+def seed_dropout(model: Any, seed: int | None) -> None:
+    """Draw the seeds of a model's generators (dropout) from one seed; None leaves them as they are.
 
     Keras' global generator too, from which layers without a seed draw. Every rank, before a
     broadcast.
     """
-    if seed == 0:
+    if seed is None:
         return
     generators = seed_variables([*model.variables, keras_seam.global_seed_variable()])
     for number, variable in enumerate(generators):

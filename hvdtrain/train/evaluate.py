@@ -97,7 +97,8 @@ class Evaluation:
         self._collective = session.collective
         rank, size = session.world.rank, session.world.size
         if isinstance(source, StreamSource):
-            plan = StreamPlan(counts=source.counts, rank=rank, batch_per_rank=batch)
+            plan = StreamPlan(counts=source.counts, rank=rank, batch_per_rank=batch,
+                              growth=1)
             self.steps, self._weighted = plan.steps, plan.uneven
             dataset = (share_dataset(source.share(rank, size), plan, epochs=1)
                        if isinstance(source, FileShares) else

@@ -243,7 +243,7 @@ class _Run:
         """Evaluates this rank's share of the validation data."""
         if validation is None:
             return None
-        return Evaluation(self.model, validation, self.session, self.config.batch_per_rank).run
+        return Evaluation(self.model, validation, self.session, self.config.rank_batch(self.session.world.size)).run
 
 
 @contextmanager

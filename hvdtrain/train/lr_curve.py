@@ -53,11 +53,13 @@ def learning_rates(model: Any, train: Source | StreamSource, config: TrainConfig
     shards: ShardPlan | StreamPlan
     if isinstance(train, StreamSource):
         shards = StreamPlan(counts=tuple(train.count(rank, size) for rank in range(size)), rank=0,
-                            batch_per_rank=config.batch_per_rank)
+                            batch_per_rank=config.rank_batch(size),
+                            growth=1 if config.batch_global else size)
     else:
-        shards = ShardPlan(samples=len(train), rank=0, size=size, remainder=config.remainder,
-                           batch_per_rank=config.batch_per_rank, shuffle=False)
-    plan = plan_learning_rate(size, config.lr_scaling, config.warmup_epochs, shards.steps)
+        shards = ShardPlan(samples=len(train), rank=0, size=size, remainder=config.remainder_as("join"),
+                           batch_per_rank=config.rank_batch(size),
+                           batch_global=config.batch_global, shuffle=False)
+    plan = plan_learning_rate(shards.growth, config.lr_scaling, config.warmup_epochs, shards.steps)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     install(model.optimizer, plan)

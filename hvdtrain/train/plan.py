@@ -54,8 +54,7 @@ class TrainPlan:
             ("ranks", f"{len(self.ranks)}: {_group(self.ranks)}"),
             *(self.details or (("collective", self.collective),)),
             *((("gradients", text),) if (text := _gradients(config)) else ()),
-            ("batch", f"{shards.batch_per_rank} per {self.party} x {shards.size} = "
-                      f"{shards.global_batch} global"),
+            ("batch", self._batch_line()),
             ("data", self._data_line()),
             ("steps", f"{shards.steps} per epoch{' on every rank' if self.party == 'rank' else ''}"
                       f", {config.epochs} epoch{'s' if config.epochs > 1 else ''}"),
@@ -64,6 +63,14 @@ class TrainPlan:
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
+
+    def _batch_line(self) -> str:
+        shards = self.shards
+        if shards.global_batch == shards.batch_per_rank * shards.size:
+            return (f"{shards.batch_per_rank} per {self.party} x {shards.size} = "
+                    f"{shards.global_batch} global")
+        return (f"{shards.global_batch} global, at most {shards.batch_per_rank} on each of "
+                f"{shards.size} {self.party}s")
 
     def _data_line(self) -> str:
         shards = self.shards
@@ -100,7 +107,7 @@ def make_plan(model: Any, shards: ShardPlan | StreamPlan, config: TrainConfig, *
     return TrainPlan(
         job=job, shards=shards, config=config,
         optimizer=", ".join(type(o).__name__ for o in optimizers),
-        lr=plan_learning_rate(shards.size, config.lr_scaling, config.warmup_epochs, shards.steps),
+        lr=plan_learning_rate(shards.growth, config.lr_scaling, config.warmup_epochs, shards.steps),
         base_rate=base_rate(optimizers),
         parameters=sum(int(np.prod(v.shape)) for v in model.weights),
         validation_samples=0 if validation is None else len(validation),

@@ -12,7 +12,7 @@ from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.source import Source
 from hvdtrain.data.stream import StreamSource, one_sample
 from hvdtrain.data.stream_plan import StreamPlan
-from hvdtrain.errors import OptimizerError
+from hvdtrain.errors import DataError, OptimizerError
 from hvdtrain.log import get_logger
 from hvdtrain.optim import keras_model, keras_seam
 from hvdtrain.optim.as_set import distribute_as_set
@@ -29,14 +29,21 @@ def plan_steps(model: Any, train: Source | StreamSource, validation: Source | St
     if isinstance(train, StreamSource):
         with session.progress.phase("counting the samples of the stream"):
             counts = train.count_everywhere(collective)
-        return StreamPlan(counts=counts, rank=world.rank, batch_per_rank=config.batch_per_rank,
-                          seed=config.seed,
+        if (config.batch_global or 0) % world.size:
+            raise DataError(f"{train.name}: a stream is shared sample by sample, so that the "
+                            f"global batch must divide by {world.size} ranks. Received: "
+                            f"batch_global={config.batch_global}")
+        return StreamPlan(counts=counts, rank=world.rank,
+                          batch_per_rank=config.rank_batch(world.size), seed=config.seed or 0,
+                          growth=1 if config.batch_global else world.size,
                           shuffle=config.shuffle and isinstance(train, FileShares),
                           stream_order=train.order)
+    fixed = keras_model.has_fixed_batch(model)
     return ShardPlan(
         samples=len(train), rank=world.rank, size=world.size,
-        batch_per_rank=config.batch_per_rank, seed=config.seed, shuffle=config.shuffle,
-        remainder=config.remainder, whole_batches=keras_model.has_fixed_batch(model))
+        batch_per_rank=config.rank_batch(world.size), batch_global=config.batch_global,
+        seed=config.seed or 0, shuffle=config.shuffle,
+        remainder=config.remainder_as("pad" if fixed else "join"), whole_batches=fixed)
 
 
 def prepare_optimizers(model: Any, session: Session, config: TrainConfig) -> None:

@@ -1,8 +1,9 @@
 """The learning rate on N ranks: scaled, with a warmup per step, before the user's own schedule.
 
-Formula (Goyal et al., 2017, "Accurate, Large Minibatch SGD", section 2): with N ranks the rate
-is `scale = N` times the base rate (`linear`), or sqrt(N) (`sqrt`), reached after a gradual
-warmup from the base rate:
+Formula (Goyal et al., 2017, "Accurate, Large Minibatch SGD", section 2): with a global batch that
+is k times that of one process the rate is `scale = k` times the base rate (`linear`), or sqrt(k)
+(`sqrt`), reached after a gradual warmup from the base rate. k is the number of ranks where the
+batch of each is given, and 1 where the global batch is:
 
     factor(step) = 1 + (scale - 1) * min(1, step / warmup_steps)
 
@@ -27,10 +28,10 @@ from hvdtrain.optim.distributed import state_of
 
 
 def scale_factor(size: int, rule: str) -> float:
-    """The factor on the learning rate for `size` ranks.
+    """The factor on the learning rate for a batch that is `size` times that of one process.
 
     Args:
-        size: Integer, the number of ranks.
+        size: Integer, the number of ranks, or 1 where the global batch stays what it is.
         rule: String, `linear`, `sqrt`, `none`, or `module:function` with a function that is
             given `size`.
 

@@ -154,7 +154,7 @@ def _train(job: Job, ready: _Prepared, config: TrainConfig, cluster: Cluster, se
 
 def _prepare(job: Job, config: TrainConfig, cluster: Cluster) -> _Prepared:
     """Data, model and plan: all that needs no server."""
-    keras.utils.set_random_seed(config.seed)
+    keras.utils.set_random_seed(config.seed or 0)
     splits = splits_of(job.data())
     for source in (splits.train, splits.validation):
         if source is not None:

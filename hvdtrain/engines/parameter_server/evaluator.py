@@ -48,7 +48,7 @@ def evaluate_checkpoints(job: Job, config: TrainConfig, ended: threading.Event,
     if config.output is None or not config.checkpoint_every_epochs:
         raise ConfigError("The evaluator reads checkpoints. Give --output and "
                           "--checkpoint-every-epochs 1 or more, or leave --evaluator out.")
-    keras.utils.set_random_seed(config.seed)
+    keras.utils.set_random_seed(config.seed or 0)
     splits = splits_of(job.data())
     if splits.validation is None:
         raise ConfigError("The evaluator has no validation data: the job's data() gives none. "
@@ -56,7 +56,7 @@ def evaluate_checkpoints(job: Job, config: TrainConfig, ended: threading.Event,
     model = job.model()
     build_model(model, splits.train)
     dataset = evaluation_dataset(splits.validation, np.arange(len(splits.validation)),
-                                 config.batch_per_rank)
+                                 config.rank_batch(1))
     store = CheckpointStore(config.output / "checkpoints", keep=config.keep_checkpoints)
     file = config.output / FILE
     seen = _known(file)

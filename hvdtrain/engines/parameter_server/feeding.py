@@ -37,8 +37,8 @@ def shard_plan(source: Source, config: TrainConfig, replicas: int) -> ShardPlan:
             f"needs at least one. Give at most --ps-replicas {len(source)}, fewer workers, or "
             "more data.")
     return ShardPlan(samples=len(source), rank=0, size=replicas,
-                     batch_per_rank=config.batch_per_rank, seed=config.seed,
-                     shuffle=config.shuffle, remainder=config.remainder)
+                     batch_per_rank=config.rank_batch(replicas), seed=config.seed or 0,
+                     shuffle=config.shuffle, remainder=config.remainder_as("pad"))
 
 
 class Reader:
@@ -52,7 +52,7 @@ class Reader:
 
     def __init__(self, splits: DataSplits, config: TrainConfig, replicas: int) -> None:
         self._splits = splits
-        self._batch = config.batch_per_rank
+        self._batch = config.rank_batch(replicas)
         plans = [shard_plan(splits.train, config, replicas)]
         plans += [_of_rank(plans[0], rank) for rank in range(1, replicas)]
         self._order = functools.lru_cache(maxsize=2 * replicas)(

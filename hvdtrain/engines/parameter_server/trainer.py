@@ -230,7 +230,7 @@ class Trainer:
                         "gradients (global_clipnorm). --no-stop-on-nan goes on regardless.")
 
     def _validate(self, validation: Source) -> dict[str, float]:
-        model, batch = self._run.model, self._config.batch_per_rank
+        model, batch = self._run.model, self._config.rank_batch(1)
         own = type(model).test_step is not keras.Model.test_step
         if own or self._config.ps.evaluation == "direct":
             dataset = evaluation_dataset(validation, np.arange(len(validation)), batch)

@@ -98,7 +98,7 @@ class StrategyRun:
     def fit(self, job: Job, *, stop_asked: Callable[[], bool], dry_run: bool) -> FitResult:
         """Build the job's model and data, and train. Every process."""
         progress = self.session.progress
-        keras.utils.set_random_seed(self.config.seed)
+        keras.utils.set_random_seed(self.config.seed or 0)
         with progress.phase("building data and model"):
             splits = splits_of(job.data())
             with self.strategy.scope():
@@ -136,8 +136,8 @@ class StrategyRun:
         compare_settings(session.collective, config, train, [model.optimizer])
         shards = ShardPlan(
             samples=len(train), rank=session.world.rank * self.replicas_here,
-            size=int(self.strategy.num_replicas_in_sync), batch_per_rank=config.batch_per_rank,
-            seed=config.seed, shuffle=config.shuffle, remainder=config.remainder)
+            size=int(self.strategy.num_replicas_in_sync), batch_per_rank=config.rank_batch(1),
+            seed=config.seed or 0, shuffle=config.shuffle, remainder=config.remainder_as("pad"))
         self._fit_execution(model, shards)
         return make_plan(model, shards, config, job=job, validation=validation,
                          ranks=self._replica_texts(), collective=self.choice.describe())
@@ -231,7 +231,7 @@ class StrategyRun:
         world = self.session.world
         given = evaluation_input(
             self.strategy, validation, process=world.rank, processes=world.size,
-            replicas_here=self.replicas_here, batch=self.config.batch_per_rank)
+            replicas_here=self.replicas_here, batch=self.config.rank_batch(1))
 
         def evaluate(callbacks: Any) -> dict[str, Any]:
             asked, model.steps_per_execution = model.steps_per_execution, 1
