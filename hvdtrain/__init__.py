@@ -15,7 +15,6 @@ _LAZY = {
     "DataSplits": "hvdtrain.data.source",
     "DistributedGradientTape": "hvdtrain.optim",
     "DistributedOptimizer": "hvdtrain.optim",
-    "FitResult": "hvdtrain.train.fit",
     "HvdtrainError": "hvdtrain.errors",
     "Job": "hvdtrain.job",
     "LocalCluster": "hvdtrain.engines.parameter_server.local_cluster",
@@ -32,8 +31,9 @@ _LAZY = {
     "by_file": "hvdtrain.data.file_shares",
     "consolidated": "hvdtrain.optim",
     "detect_world": "hvdtrain.world.detect",
-    "evaluate": "hvdtrain.train.evaluate",
-    "fit": "hvdtrain.train.fit",
+    "distribute": "hvdtrain.train.keras_door",
+    "evaluate": "hvdtrain.train.keras_door",
+    "fit": "hvdtrain.train.keras_door",
     "init": "hvdtrain.session",
     "is_distributed": "hvdtrain.optim",
     "load_csv": "hvdtrain.data.csv_files",
@@ -44,9 +44,10 @@ _LAZY = {
     "load_parquet": "hvdtrain.data.parquet",
     "load_tfrecord": "hvdtrain.data.tfrecord",
     "once_per_host": "hvdtrain.data.once",
-    "predict": "hvdtrain.train.evaluate",
+    "predict": "hvdtrain.train.keras_door",
     "shutdown": "hvdtrain.session",
     "sync_batchnorm": "hvdtrain.optim",
+    "undistribute": "hvdtrain.train.keras_door",
     "unpacked": "hvdtrain.data.unpack",
     "weighted": "hvdtrain.data.weights",
 }
@@ -85,10 +86,11 @@ if TYPE_CHECKING:
     from hvdtrain.session import Session as Session
     from hvdtrain.session import init as init
     from hvdtrain.session import shutdown as shutdown
-    from hvdtrain.train.evaluate import evaluate as evaluate
-    from hvdtrain.train.evaluate import predict as predict
-    from hvdtrain.train.fit import FitResult as FitResult
-    from hvdtrain.train.fit import fit as fit
+    from hvdtrain.train.keras_door import distribute as distribute
+    from hvdtrain.train.keras_door import evaluate as evaluate
+    from hvdtrain.train.keras_door import fit as fit
+    from hvdtrain.train.keras_door import predict as predict
+    from hvdtrain.train.keras_door import undistribute as undistribute
     from hvdtrain.train.plain_fit import alone as alone
     from hvdtrain.world import World as World
     from hvdtrain.world.detect import detect_world as detect_world

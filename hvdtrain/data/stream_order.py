@@ -76,7 +76,7 @@ def check_order(dataset: Any, first: Sequence[Structure], collective: Collective
         return
     order = order_of(dataset)
     loose = any(part[1:] == _UNSEEDED for part in order if isinstance(part, tuple))
-    exact, floats = _checksums(first)
+    exact, floats = checksums(first)
     everyone = collective.gather_objects((order, loose, exact, floats))
     odd = next((rank for rank, theirs in enumerate(everyone)
                 if theirs[0] != everyone[0][0] or theirs[2] != everyone[0][2]), None)
@@ -100,6 +100,15 @@ def check_order(dataset: Any, first: Sequence[Structure], collective: Collective
 def first_samples(dataset: Any) -> list[Structure]:
     """The first samples of a dataset, each with a first axis of length 1."""
     return list(dataset.take(_SAMPLES).batch(1).as_numpy_iterator())
+
+
+def first_of_sources(dataset: Any) -> list[Structure]:
+    """The first elements of what a pipeline begins with.
+
+    They are read before any shuffle: iterating that would change the order that comes next.
+    """
+    return [element for node in nodes_of(dataset) if not node._inputs()
+            for element in node.take(_SAMPLES).as_numpy_iterator()]
 
 
 def _along(dataset: Any) -> Iterator[Any]:
@@ -133,7 +142,7 @@ def _checksum(tensors: Any) -> int:
     return checksum
 
 
-def _checksums(samples: Sequence[Structure]) -> tuple[int, int]:
+def checksums(samples: Sequence[Structure]) -> tuple[int, int]:
     """Of numbers that augmentation leaves alone (labels, texts), and of floats."""
     exact = floats = 0
     for array in map(np.asarray, tf.nest.flatten(list(samples))):

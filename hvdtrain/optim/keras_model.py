@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import OptimizerError
@@ -84,7 +83,15 @@ def build_metrics(model: Any, batch: Any) -> None:
         batch: Some samples, as `train_step` gets them: arrays `x`, `(x, y)` or
             `(x, y, sample_weight)`.
     """
-    model._symbolic_build(data_batch=tf.nest.map_structure(tf.convert_to_tensor, batch))
+    model._symbolic_build(data_batch=tensors_of(batch))
+
+
+def tensors_of(batch: Any) -> Any:
+    """Arrays as tensors; ragged and sparse tensors, and None, stay as they are."""
+    def tensor(value: Any) -> Any:
+        kept = value is None or isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
+        return value if kept else tf.convert_to_tensor(value)
+    return tf.nest.map_structure(tensor, batch)
 
 
 def has_call(model: Any) -> bool:
@@ -105,8 +112,11 @@ def trace_train_step(model: Any, batch: Any) -> None:
         model: A compiled model.
         batch: Some samples, as `build_metrics` takes them.
     """
-    specs = tf.nest.map_structure(
-        lambda a: tf.TensorSpec([None, *np.shape(a)[1:]], tf.as_dtype(a.dtype)), batch)
+    def spec(value: Any) -> Any:
+        found = tf.type_spec_from_value(value)
+        return (tf.TensorSpec([None, *found.shape[1:]], found.dtype)
+                if isinstance(found, tf.TensorSpec) else found)
+    specs = tf.nest.map_structure(spec, tensors_of(batch))
     tf.function(model.train_step).get_concrete_function(specs)
     model.built = True  # or Keras warns that its files may hold no weights
 
@@ -170,6 +180,38 @@ def weight_losses_by_samples(compiled: Any) -> Callable[[], None]:
     set_on_instance(compiled, "call", counting)
     _once_built(compiled, lambda: weight(compiled.metrics))
     return undo
+
+
+@contextmanager
+def means_weighted(model: Any, weight: Any | None) -> Iterator[None]:
+    """While it is entered, a mean that is told one number for a batch weights it.
+
+    A `train_step` of the model's own tells a `keras.metrics.Mean` the loss of its batch; with
+    batches of different sizes on the ranks that is the loss of one process only if each counts by
+    its samples.
+
+    Args:
+        model: The model.
+        weight: Float32 scalar tensor, the weight of the batch; None for none.
+    """
+    means = [] if weight is None else [
+        metric for metric in model.metrics if isinstance(metric, keras.metrics.Mean)
+        and not isinstance(metric, keras.metrics.MeanMetricWrapper)]
+    originals = [(metric, metric.update_state) for metric in means]
+
+    def weighted(update: Callable[..., Any]) -> Callable[..., Any]:
+        def update_state(values: Any, sample_weight: Any = None) -> Any:
+            if sample_weight is None and not len(tf.convert_to_tensor(values).shape):
+                sample_weight = weight
+            return update(values, sample_weight)
+        return update_state
+    for metric, update in originals:
+        set_on_instance(metric, "update_state", weighted(update))
+    try:
+        yield
+    finally:
+        for metric, update in originals:
+            restore_method(metric, "update_state", update)
 
 
 def _once_built(compiled: Any, work: Callable[[], Any]) -> None:
