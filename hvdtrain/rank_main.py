@@ -106,7 +106,7 @@ def _with_allreduce(job: Job, config: TrainConfig, guarded: guard.Guard, *, dry_
 
 def summary(result: Any) -> str:
     """The last figures and where the files are, as text."""
-    last = {name: values[-1] for name, values in result.history.history.items()
+    last = {name: values[-1] for name, values in result.history.items()
             if values and isinstance(values[-1], (int, float))}
     figures = ", ".join(f"{name} {value:.4g}" for name, value in last.items())
     lines = [f"hvdtrain: {figures}" if figures else "hvdtrain: nothing left to train"]

@@ -277,6 +277,7 @@ def train_plain(case: Case, keras, data, held, steps: int):
 def train_ranks(case: Case, keras, session, data, held, folder: Path):
     """Weights and figures of all ranks, stopped and resumed as the case says."""
     import hvdtrain
+    from hvdtrain.data.source import as_source
     from hvdtrain.train.callbacks.coordinator import StoppedError
     figures: dict = {}
     for number, stop in enumerate([*case.stops, None]):
@@ -299,12 +300,12 @@ def train_ranks(case: Case, keras, session, data, held, folder: Path):
             "overwrite": number == 0, **case.settings})
         try:
             result = hvdtrain.fit(
-                model, source_of(case, data), validation=held, config=config, session=session,
+                model, as_source(source_of(case, data), "train"), validation_data=held, config=config,
                 callbacks=[*callbacks_of(case, keras), Ask()], stop_asked=lambda: bool(asked))  # noqa: B023
         except StoppedError:
             continue
         for name, values in result.history.items():
-            figures[name] = (result.first_epoch, values)
+            figures[name] = (result.epoch[0], values)
         break
     return [w.numpy() for w in model.weights], figures
 

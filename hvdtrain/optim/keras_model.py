@@ -83,7 +83,12 @@ def build_metrics(model: Any, batch: Any) -> None:
         batch: Some samples, as `train_step` gets them: arrays `x`, `(x, y)` or
             `(x, y, sample_weight)`.
     """
-    model._symbolic_build(data_batch=tensors_of(batch))
+    batch = tensors_of(batch)
+    if has_fixed_batch(model):
+        size = int(model.inputs[0].shape[0])
+        batch = tf.nest.map_structure(
+            lambda t: None if t is None else tf.repeat(t[:1], size, axis=0), batch)
+    model._symbolic_build(data_batch=batch)
 
 
 def tensors_of(batch: Any) -> Any:
@@ -133,6 +138,15 @@ def leaf_metrics(model: Any) -> list[Any]:
         for leaf in getattr(metric, "metrics", None) or [metric]:
             found.setdefault(id(leaf), leaf)
     return list(found.values())
+
+
+def names_of_figures(model: Any) -> set[str]:
+    """The names of the figures that the model's metrics give."""
+    found: set[str] = set()
+    for metric in model.metrics:
+        result = metric.result()
+        found |= set(result) if isinstance(result, dict) else {metric.name}
+    return found
 
 
 def mask_of(tensor: Any) -> Any | None:
@@ -196,7 +210,8 @@ def means_weighted(model: Any, weight: Any | None) -> Iterator[None]:
     """
     means = [] if weight is None else [
         metric for metric in model.metrics if isinstance(metric, keras.metrics.Mean)
-        and not isinstance(metric, keras.metrics.MeanMetricWrapper)]
+        and not isinstance(metric, keras.metrics.MeanMetricWrapper)
+        and "update_state" not in vars(metric)]  # else it is weighted by samples already
     originals = [(metric, metric.update_state) for metric in means]
 
     def weighted(update: Callable[..., Any]) -> Callable[..., Any]:

@@ -272,6 +272,8 @@ def _shared(model: Any, step: Callable[[Any], Any], share: StepShare, *,
             with keras_model.means_weighted(model, share.weight):
                 result = step(batch)
             if weighted:
+                result = _weighted_figures(model, result, share.weight)
+            if weighted:
                 present = tf.convert_to_tensor(share.weight) > 0
                 for variable, old in zip(kept, before, strict=True):
                     variable.assign(tf.where(present, tf.convert_to_tensor(variable), old))
@@ -280,6 +282,17 @@ def _shared(model: Any, step: Callable[[Any], Any], share: StepShare, *,
             _traced.pop()
         return result
     return shared_step
+
+
+def _weighted_figures(model: Any, figures: Any, weight: Any) -> Any:
+    """Figures that a step has computed by itself, so that their mean over ranks is exact."""
+    if not isinstance(figures, dict):
+        return figures
+    of_metrics = keras_model.names_of_figures(model)
+    return {name: value * tf.cast(weight, value.dtype)
+            if name not in of_metrics and isinstance(value, tf.Tensor)
+            and value.dtype.is_floating and not len(value.shape) else value
+            for name, value in figures.items()}
 
 
 def _without_trace(model: Any) -> list[Any]:

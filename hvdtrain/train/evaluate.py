@@ -49,13 +49,14 @@ class Evaluation:
         self.data = feed.evaluation()
         """This rank's batches, for Keras' `evaluate`."""
         self._weighted = feed.weighted
-        if not keras_model.metrics_are_built(model):
-            keras_model.build_metrics(model, feed.one_sample())
+        self._one_sample = feed.one_sample
 
     @contextmanager
     def traced(self) -> Iterator[None]:
         """The test function of all ranks in the place of Keras' own, which is kept."""
         model = self._model
+        if not keras_model.metrics_are_built(model):
+            keras_model.build_metrics(model, self._one_sample())
         compiled = (getattr(model, "_loss_tracker", None), self._weighted, self._collective)
         with _function_kept(model, "test_function", _TRACED, compiled), ExitStack() as undo:
             share = share_losses(model, self._collective)

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.batch_plan import BatchPlan
 from hvdtrain.data.file_shares import FileShares, share_dataset
 from hvdtrain.data.keras_adapters import RankAdapter
 from hvdtrain.data.pipeline import training_dataset
@@ -200,13 +201,7 @@ class KerasFeed(Feed):
                 f"{plan.global_batch} ranks, or let batch_size be that of each rank: "
                 "hvdtrain.TrainConfig(batch=\"per_rank\").")
         if keras_model.has_fixed_batch(model) and size > 1:
-            fixed = int(model.inputs[0].shape[0])
-            if fixed * size != plan.global_batch:
-                raise DataError(
-                    f"The model takes batches of {fixed} samples only, and the batch of "
-                    f"{plan.global_batch} is divided over {size} ranks. Let batch_size be that of "
-                    "each rank (hvdtrain.TrainConfig(batch=\"per_rank\")), or make the model "
-                    "without a fixed batch.")
+            _check_fixed_batch(int(model.inputs[0].shape[0]), plan)
         return plan
 
     def compare(self) -> dict[str, Any]:
@@ -237,3 +232,22 @@ class KerasFeed(Feed):
         """See `Feed.on_epoch_end`."""
         self._adapter.on_steps_done()
 
+
+
+def _check_fixed_batch(fixed: int, plan: BatchPlan) -> None:
+    """Refuse batches whose parts a model of a fixed batch does not take.
+
+    Raises:
+        DataError: Saying what to do instead.
+    """
+    takes = f"The model takes batches of {fixed} samples only, and "
+    if fixed * plan.size != plan.global_batch:
+        raise DataError(
+            f"{takes}the batch of {plan.global_batch} is divided over {plan.size} ranks. Let "
+            "batch_size be that of each rank (hvdtrain.TrainConfig(batch=\"per_rank\")), or make "
+            "the model without a fixed batch.")
+    left = 0 if plan.samples is None else plan.samples % plan.global_batch
+    if left:
+        raise DataError(
+            f"{takes}of {plan.samples} samples the last one has {left} over all ranks. Give "
+            f"{plan.samples - left} samples, or make the model without a fixed batch.")

@@ -60,12 +60,14 @@ from hvdtrain.train.prepare import build_model, fit_steps_per_execution, prepare
 class RunResult:
     """What a run gave; equal on all ranks."""
 
-    history: Any
-    """Keras' `History`."""
+    history: dict[str, list[Any]]
+    """Figures per epoch of this run, over all ranks: `loss`, metrics, `val_*`, `learning_rate`."""
     first_epoch: int
     """Epochs that were already done (0, or more when resumed)."""
     model_path: Path | None
     """The final model, a plain `.keras` file; None without an output folder."""
+    callback: Any = None
+    """Keras' `History`, where Keras' own `fit` ran."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,14 +116,14 @@ class Run:
             if session.world.is_chief:
                 print(f"hvdtrain plan\n{plan.render()}", flush=True)  # noqa: T201 - promised
             if dry_run:
-                return RunResult(history=keras.callbacks.History(), first_epoch=0,
-                                 model_path=None)
+                return RunResult(history={}, first_epoch=0, model_path=None,
+                                 callback=keras.callbacks.History())
             store = open_output(session, self.config)
             begin = self._begin(plan, store)
             history = self._train(train, validation, plan, store, begin)
             session.progress.enter("saving the final model")
-            return RunResult(history=history, first_epoch=begin.epoch,
-                             model_path=save_final(model, session, self.config))
+            return RunResult(history=dict(history.history), callback=history,
+                             first_epoch=begin.epoch, model_path=save_final(model, session, self.config))
 
     def _prepare(self, train: Feed, validation: Feed | None) -> TrainPlan:
         """Everything before the plan is printed: model built, steps agreed, settings compared."""

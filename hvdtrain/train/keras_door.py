@@ -59,8 +59,8 @@ def fit(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of Keras
         class_weight: Mapping[int, float] | None = None, sample_weight: Any = None,
         initial_epoch: int = 0, steps_per_epoch: int | None = None,
         validation_steps: int | None = None, validation_batch_size: int | None = None,
-        validation_freq: int = 1, *, config: TrainConfig | None = None, dry_run: bool = False,
-        **unknown: Any) -> Any:
+        validation_freq: int = 1, *, config: TrainConfig | None = None,
+        stop_asked: Callable[[], bool] | None = None, dry_run: bool = False, **unknown: Any) -> Any:
     """Train a compiled model on all ranks, as `keras.Model.fit` does on one. Every rank.
 
     All ranks give the same data, of which each takes its part; the weights are those of the
@@ -74,6 +74,7 @@ def fit(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of Keras
             `config.batch="per_rank"`.
         config: A `TrainConfig`: what Keras has no argument for. `epochs` and the batch may be
             given there as well, but not twice.
+        stop_asked: Callable that tells whether this process was told to stop.
         dry_run: Boolean; print the plan and return.
         **unknown: Refused, with the name of Keras' argument.
 
@@ -106,9 +107,10 @@ def fit(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of Keras
                                batch_size=validation_batch_size or batch_size, name="validation")
     run = Run(model=model, session=door.session, config=config,
               callbacks=keras.tree.flatten(callbacks) if callbacks else [], name=model.name, verbose=verbose,
-              initial_epoch=initial_epoch, validation={"validation_freq": validation_freq} | (
+              initial_epoch=initial_epoch, stop_asked=stop_asked or (lambda: False),
+              validation={"validation_freq": validation_freq} | (
                   {"validation_steps": validation_steps} if validation_steps else {}))
-    return run.fit(train, validation, dry_run=dry_run).history
+    return run.fit(train, validation, dry_run=dry_run).callback
 
 
 def evaluate(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of Keras

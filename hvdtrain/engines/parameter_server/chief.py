@@ -103,7 +103,7 @@ def train(job: Job, config: TrainConfig, cluster: Cluster, *, world: World, prog
     tf_seam.check_tensorflow()
     if dry_run:
         _show(_prepare(job, config, cluster))
-        return RunResult(history=keras.callbacks.History(), first_epoch=0, model_path=None)
+        return RunResult(history={}, first_epoch=0, model_path=None)
     progress.enter("connecting with workers and servers")
     strategy, coordinator = tf_seam.connect(cluster.addresses, cluster.task)
     if cluster.admitted:

@@ -70,7 +70,7 @@ class Trainer:
         self._told = self._begun = 0
         self._pushed_rate: float | None = None
 
-    def fit(self) -> Any:
+    def fit(self) -> dict[str, list[float]]:
         """Train to the last epoch.
 
         Returns:
@@ -100,7 +100,7 @@ class Trainer:
         if getattr(model.optimizer, "use_ema", False):
             model.optimizer.finalize_variable_values(model.trainable_variables)
         self._callbacks.on_train_end(logs)
-        return history
+        return dict(history.history)
 
     def pull(self) -> None:
         """Bring model and optimizer on the chief up to date."""

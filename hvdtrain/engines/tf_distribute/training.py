@@ -113,7 +113,7 @@ class StrategyRun:
         if self.session.world.is_chief:
             print(f"hvdtrain plan\n{plan.render()}", flush=True)  # noqa: T201 - promised output
         if dry_run:
-            return RunResult(history=keras.callbacks.History(), first_epoch=0, model_path=None)
+            return RunResult(history={}, first_epoch=0, model_path=None)
         store = open_output(self.session, self.config)
         scale_learning_rate(model.optimizer, plan.lr)
         begin = resume(model, self.session, self.config, store, plan)
@@ -180,7 +180,7 @@ class StrategyRun:
 
     def _train(self, model: Any, train: Source, validation: Source | None, plan: TrainPlan,
                store: CheckpointStore | None, begin: RunState, callbacks: list[Any],
-               stop_asked: Callable[[], bool]) -> Any:
+               stop_asked: Callable[[], bool]) -> dict[str, list[float]]:
         session, config = self.session, self.config
         first_step = first_step_of(model, plan, begin)
         stop = StopAgreement(session.collective, session.progress)
@@ -214,7 +214,7 @@ class StrategyRun:
                 steps_per_epoch=plan.shards.steps, shuffle=False, callbacks=together)
         if saver is not None:
             saver.wait()
-        return history
+        return dict(history.history)
 
     def _saver(self, plan: TrainPlan, store: CheckpointStore | None,
                states: CallbackStates) -> StrategySaver | None:
