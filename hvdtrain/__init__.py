@@ -26,7 +26,10 @@ _LAZY = {
     "TfConfig": "hvdtrain.engine_config",
     "TrainConfig": "hvdtrain.config",
     "World": "hvdtrain.world",
+    "allgather": "hvdtrain.train.own_loop",
+    "allreduce": "hvdtrain.train.own_loop",
     "alone": "hvdtrain.train.plain_fit",
+    "broadcast": "hvdtrain.train.own_loop",
     "broadcast_variables": "hvdtrain.optim",
     "by_file": "hvdtrain.data.file_shares",
     "consolidated": "hvdtrain.optim",
@@ -34,7 +37,9 @@ _LAZY = {
     "distribute": "hvdtrain.train.keras_door",
     "evaluate": "hvdtrain.train.keras_door",
     "fit": "hvdtrain.train.keras_door",
+    "gather": "hvdtrain.train.own_loop",
     "init": "hvdtrain.session",
+    "is_chief": "hvdtrain.train.own_loop",
     "is_distributed": "hvdtrain.optim",
     "load_csv": "hvdtrain.data.csv_files",
     "load_dataset": "hvdtrain.data.in_memory",
@@ -45,7 +50,11 @@ _LAZY = {
     "load_tfrecord": "hvdtrain.data.tfrecord",
     "once_per_host": "hvdtrain.data.once",
     "predict": "hvdtrain.train.keras_door",
+    "print_on_chief": "hvdtrain.train.own_loop",
+    "rank": "hvdtrain.train.own_loop",
+    "shard": "hvdtrain.train.own_loop",
     "shutdown": "hvdtrain.session",
+    "size": "hvdtrain.train.own_loop",
     "sync_batchnorm": "hvdtrain.optim",
     "undistribute": "hvdtrain.train.keras_door",
     "unpacked": "hvdtrain.data.unpack",
@@ -91,6 +100,15 @@ if TYPE_CHECKING:
     from hvdtrain.train.keras_door import fit as fit
     from hvdtrain.train.keras_door import predict as predict
     from hvdtrain.train.keras_door import undistribute as undistribute
+    from hvdtrain.train.own_loop import allgather as allgather
+    from hvdtrain.train.own_loop import allreduce as allreduce
+    from hvdtrain.train.own_loop import broadcast as broadcast
+    from hvdtrain.train.own_loop import gather as gather
+    from hvdtrain.train.own_loop import is_chief as is_chief
+    from hvdtrain.train.own_loop import print_on_chief as print_on_chief
+    from hvdtrain.train.own_loop import rank as rank
+    from hvdtrain.train.own_loop import shard as shard
+    from hvdtrain.train.own_loop import size as size
     from hvdtrain.train.plain_fit import alone as alone
     from hvdtrain.world import World as World
     from hvdtrain.world.detect import detect_world as detect_world

@@ -299,8 +299,9 @@ def train_ranks(case: Case, keras, session, data, held, folder: Path):
             "lr_scaling": "none", "output": folder, "resume": number > 0, "tensorboard": False,
             "overwrite": number == 0, **case.settings})
         try:
+            source = as_source(source_of(case, data), "train")
             result = hvdtrain.fit(
-                model, as_source(source_of(case, data), "train"), validation_data=held, config=config,
+                model, source, validation_data=held, config=config,
                 callbacks=[*callbacks_of(case, keras), Ask()], stop_asked=lambda: bool(asked))  # noqa: B023
         except StoppedError:
             continue

@@ -159,9 +159,8 @@ class RankAdapter(DataAdapter):  # type: ignore[misc]
         spec = self._whole.element_spec
         if all(isinstance(s, tf.TensorSpec) and s.shape.rank and s.shape[1:].is_fully_defined()
                for s in tf.nest.flatten(spec)):
-            return tf.nest.map_structure(lambda s: tf.zeros([1, *s.shape[1:]], s.dtype)
-                                         if s.dtype != tf.string else tf.fill([1, *s.shape[1:]], ""),
-                                         keras_like(spec))
+            return tf.nest.map_structure(
+                lambda s: tf.fill([1, *s.shape[1:]], tf.zeros([], s.dtype)), keras_like(spec))
         return tf.nest.map_structure(lambda v: None if v is None else v[:1],
                                      _tensors(self._first_batch()))
 

@@ -84,8 +84,8 @@ def build_metrics(model: Any, batch: Any) -> None:
             `(x, y, sample_weight)`.
     """
     batch = tensors_of(batch)
-    if has_fixed_batch(model):
-        size = int(model.inputs[0].shape[0])
+    size = fixed_batch(model)
+    if size is not None:
         batch = tf.nest.map_structure(
             lambda t: None if t is None else tf.repeat(t[:1], size, axis=0), batch)
     model._symbolic_build(data_batch=batch)
@@ -104,10 +104,11 @@ def has_call(model: Any) -> bool:
     return type(model).call is not keras.Layer.call and type(model).call is not keras.Model.call
 
 
-def has_fixed_batch(model: Any) -> bool:
-    """Whether a model takes batches of one size only, as stateful ones do."""
+def fixed_batch(model: Any) -> int | None:
+    """The size of the batches of a model that takes one only, as stateful ones do; else None."""
     inputs = getattr(model, "inputs", None) if model.built else None
-    return any(len(tensor.shape) and tensor.shape[0] is not None for tensor in inputs or [])
+    return next((int(tensor.shape[0]) for tensor in inputs or []
+                 if len(tensor.shape) and tensor.shape[0] is not None), None)
 
 
 def trace_train_step(model: Any, batch: Any) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.batch_plan import BatchPlan
 from hvdtrain.data.file_shares import FileShares, share_dataset
 from hvdtrain.data.keras_adapters import RankAdapter
 from hvdtrain.data.pipeline import training_dataset
@@ -106,7 +105,7 @@ class SourceFeed(Feed):
                               growth=1 if config.batch_global else world.size,
                               shuffle=config.shuffle and isinstance(source, FileShares),
                               stream_order=source.order)
-        fixed = keras_model.has_fixed_batch(model)
+        fixed = keras_model.fixed_batch(model) is not None
         return ShardPlan(
             samples=len(source), rank=world.rank, size=world.size,
             batch_per_rank=config.rank_batch(world.size), batch_global=config.batch_global,
@@ -191,18 +190,36 @@ class KerasFeed(Feed):
 
     def plan(self, model: Any) -> Any:
         """See `Feed.plan`."""
+        return self._adapter.plan(self._steps)
+
+    def check(self, model: Any) -> None:
+        """Refuse batches that cannot be divided, or whose parts the model does not take.
+
+        Raises:
+            DataError: On every rank, saying what to do instead.
+        """
         plan, size = self._adapter.plan(self._steps), self._session.world.size
-        if plan.global_batch is None:
-            return plan
-        if plan.global_batch < size:
+        batch = plan.global_batch
+        if batch is None or size == 1:
+            return
+        per_rank = "hvdtrain.TrainConfig(batch=\"per_rank\")"
+        if batch < size and self._name == "training":
             raise DataError(
-                f"The batch of {plan.global_batch} samples is divided over {size} ranks; every "
-                f"rank needs at least one. Give batch_size={size} or more, start at most "
-                f"{plan.global_batch} ranks, or let batch_size be that of each rank: "
-                "hvdtrain.TrainConfig(batch=\"per_rank\").")
-        if keras_model.has_fixed_batch(model) and size > 1:
-            _check_fixed_batch(int(model.inputs[0].shape[0]), plan)
-        return plan
+                f"The batch of {batch} samples is divided over {size} ranks; every rank needs at "
+                f"least one. Give batch_size={size} or more, start at most {batch} ranks, or let "
+                f"batch_size be that of each rank: {per_rank}.")
+        fixed = keras_model.fixed_batch(model)
+        left = 0 if plan.samples is None else plan.samples % batch
+        if fixed is not None and fixed * size != batch:
+            raise DataError(
+                f"The model takes batches of {fixed} samples only, and the batch of {batch} is "
+                f"divided over {size} ranks. Let batch_size be that of each rank ({per_rank}), or "
+                "make the model without a fixed batch.")
+        if fixed is not None and left:
+            raise DataError(
+                f"The model takes batches of {fixed} samples only, and of {plan.samples} samples "
+                f"the last one has {left} over all ranks. Leave them out, or make the model "
+                "without a fixed batch.")
 
     def compare(self) -> dict[str, Any]:
         """See `Feed.compare`."""
@@ -233,21 +250,3 @@ class KerasFeed(Feed):
         self._adapter.on_steps_done()
 
 
-
-def _check_fixed_batch(fixed: int, plan: BatchPlan) -> None:
-    """Refuse batches whose parts a model of a fixed batch does not take.
-
-    Raises:
-        DataError: Saying what to do instead.
-    """
-    takes = f"The model takes batches of {fixed} samples only, and "
-    if fixed * plan.size != plan.global_batch:
-        raise DataError(
-            f"{takes}the batch of {plan.global_batch} is divided over {plan.size} ranks. Let "
-            "batch_size be that of each rank (hvdtrain.TrainConfig(batch=\"per_rank\")), or make "
-            "the model without a fixed batch.")
-    left = 0 if plan.samples is None else plan.samples % plan.global_batch
-    if left:
-        raise DataError(
-            f"{takes}of {plan.samples} samples the last one has {left} over all ranks. Give "
-            f"{plan.samples - left} samples, or make the model without a fixed batch.")

@@ -123,7 +123,8 @@ class Run:
             history = self._train(train, validation, plan, store, begin)
             session.progress.enter("saving the final model")
             return RunResult(history=dict(history.history), callback=history,
-                             first_epoch=begin.epoch, model_path=save_final(model, session, self.config))
+                             first_epoch=begin.epoch,
+                             model_path=save_final(model, session, self.config))
 
     def _prepare(self, train: Feed, validation: Feed | None) -> TrainPlan:
         """Everything before the plan is printed: model built, steps agreed, settings compared."""

@@ -86,7 +86,7 @@ def fit(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of Keras
     Raises:
         OptimizerError: The model has no optimizer, or one that cannot be distributed as set.
         ConfigError: Ranks were given different settings, or one that cannot act here.
-        DataError: The data cannot be divided, differ between the ranks, or cannot be read.
+        DataError: The data cannot be divided, differ between ranks, or cannot be read.
         TrainingError: The loss is not finite, or ranks hold different weights.
         CheckpointError: A file could not be written or read.
     """
@@ -105,8 +105,8 @@ def fit(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of Keras
         val_x, val_y, val_weight = unpacked(validation_data)
         validation = door.feed(val_x, val_y, val_weight, steps=validation_steps, model=model,
                                batch_size=validation_batch_size or batch_size, name="validation")
-    run = Run(model=model, session=door.session, config=config,
-              callbacks=keras.tree.flatten(callbacks) if callbacks else [], name=model.name, verbose=verbose,
+    run = Run(model=model, session=door.session, config=config, name=model.name,
+              callbacks=keras.tree.flatten(callbacks) if callbacks else [], verbose=verbose,
               initial_epoch=initial_epoch, stop_asked=stop_asked or (lambda: False),
               validation={"validation_freq": validation_freq} | (
                   {"validation_steps": validation_steps} if validation_steps else {}))
@@ -313,7 +313,7 @@ class _Door:
                 x = weighted(x, class_weight)
             return SourceFeed(x, self.session,
                               self.source_config(batch_size, shuffle=bool(shuffle)))
-        batch, per_rank = self._batch(batch_size)
+        batch, per_rank = self._batch(batch_size, twice=name == "validation")
         config, training = self.config, name == "training"
         adapter = adapter_of(
             x, y, sample_weight, per_rank=per_rank, batch_size=batch,
@@ -326,7 +326,9 @@ class _Door:
             raise ConfigError(
                 f"batch_per_rank and batch_global cannot change the batches that {_kind_of(x)} "
                 "makes. Leave them out: config.batch says what those batches mean.")
-        return KerasFeed(adapter, self.session, name, steps)
+        feed = KerasFeed(adapter, self.session, name, steps)
+        feed.check(model)
+        return feed
 
     def source_config(self, batch_size: int | None, *, shuffle: bool = False) -> TrainConfig:
         """The settings with the batch of a call, for samples that hvdtrain reads."""
@@ -336,8 +338,12 @@ class _Door:
             self.config, shuffle=shuffle, batch_per_rank=batch if per_rank else None,
             batch_global=None if per_rank else batch)
 
-    def _batch(self, batch_size: int | None) -> tuple[int | None, bool]:
+    def _batch(self, batch_size: int | None, *, twice: bool = False) -> tuple[int | None, bool]:
         """The batch, and whether it is that of each rank.
+
+        Args:
+            batch_size: That of the call.
+            twice: Boolean, the config may say it as well: for other data.
 
         Raises:
             ConfigError: It is said in two ways.
@@ -346,7 +352,7 @@ class _Door:
         given = {name: value for name, value in (
             ("batch_size", batch_size), ("batch_per_rank", config.batch_per_rank),
             ("batch_global", config.batch_global)) if value is not None}
-        if len(given) > 1:
+        if len(given) > 1 and not twice:
             said = ", ".join(f"{name}={value}" for name, value in given.items())
             raise ConfigError(f"The batch is said in two ways: {said}. Give batch_size to the "
                               "call, or batch_per_rank or batch_global in the config.")

@@ -503,5 +503,5 @@ def test_a_stateful_model_trains_and_validates_as_in_one_process(rank_session, k
         np.testing.assert_allclose(found[name] + more[name], expected[name], atol=1e-5)
     plain.reset_states() if hasattr(plain, "reset_states") else plain.layers[0].reset_states()
     resumed.layers[0].reset_states()
-    np.testing.assert_allclose(hvdtrain.predict(resumed, x[:16], batch_size=4),
+    np.testing.assert_allclose(hvdtrain.predict(resumed, x[:16], batch_size=8),
                                plain.predict(x[:16], batch_size=8, verbose=0), atol=1e-5)
