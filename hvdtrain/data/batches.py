@@ -9,9 +9,6 @@ import tensorflow as tf
 from hvdtrain.data.part import Part
 from hvdtrain.errors import DataError
 
-_ALL = 2 ** 31
-
-
 def count(batch: Any) -> Any:
     """The samples of a batch, an int64 tensor."""
     first = next(each for each in tf.nest.flatten(batch) if each is not None)
@@ -76,10 +73,30 @@ def static_count(dataset: Any) -> int | None:
 
 def together(batches: Any, number: int) -> Any:
     """So many following batches of a dataset as one each; what is shorter is padded with zeros."""
-    dense = all(spec.shape[1:].is_fully_defined() for spec in tf.nest.flatten(batches.element_spec)
-                if isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None)
+    shape = batches.element_spec
+    flat = [spec is not None and hasattr(spec, "shape") for spec in tf.nest.flatten(shape)]
+
+    def without_nothing(*batch: Any) -> Any:
+        leaves = tf.nest.flatten(batch if isinstance(shape, tuple) else batch[0])
+        return tuple(leaf for leaf in leaves if leaf is not None)
 
     def one(*windows: Any) -> Any:
-        samples = tf.data.Dataset.zip(windows if len(windows) > 1 else windows[0]).unbatch()
-        return samples.batch(_ALL) if dense else samples.padded_batch(_ALL)
-    return batches.window(number).flat_map(one)
+        # What is in a window has been read: it is counted without being made again.
+        samples = windows[0].reduce(tf.constant(0, tf.int64), lambda total, batch:
+                                    total + count(batch))
+        return tf.data.Dataset.zip(tuple(_joined_window(each, samples) for each in windows))
+
+    def with_nothing(*leaves: Any) -> Any:
+        left = iter(leaves)
+        return tf.nest.pack_sequence_as(shape, [next(left) if is_there else None
+                                                for is_there in flat])
+    convert = tf.autograph.experimental.do_not_convert
+    return batches.map(convert(without_nothing)).window(number).flat_map(convert(one)).map(
+        convert(with_nothing))
+
+
+def _joined_window(window: Any, samples: Any) -> Any:
+    spec = window.element_spec
+    if isinstance(spec, tf.TensorSpec) and not spec.shape[1:].is_fully_defined():
+        return window.unbatch().padded_batch(samples)
+    return window.unbatch().batch(samples)
