@@ -7,7 +7,9 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.data.part import Part
+from hvdtrain.data.tf_steps import as_it_is
 from hvdtrain.errors import DataError
+
 
 def count(batch: Any) -> Any:
     """The samples of a batch, an int64 tensor."""
@@ -76,23 +78,24 @@ def together(batches: Any, number: int) -> Any:
     shape = batches.element_spec
     flat = [spec is not None and hasattr(spec, "shape") for spec in tf.nest.flatten(shape)]
 
+    @as_it_is
     def without_nothing(*batch: Any) -> Any:
         leaves = tf.nest.flatten(batch if isinstance(shape, tuple) else batch[0])
         return tuple(leaf for leaf in leaves if leaf is not None)
 
+    @as_it_is
     def one(*windows: Any) -> Any:
         # What is in a window has been read: it is counted without being made again.
         samples = windows[0].reduce(tf.constant(0, tf.int64), lambda total, batch:
                                     total + count(batch))
         return tf.data.Dataset.zip(tuple(_joined_window(each, samples) for each in windows))
 
+    @as_it_is
     def with_nothing(*leaves: Any) -> Any:
         left = iter(leaves)
         return tf.nest.pack_sequence_as(shape, [next(left) if is_there else None
                                                 for is_there in flat])
-    convert = tf.autograph.experimental.do_not_convert
-    return batches.map(convert(without_nothing)).window(number).flat_map(convert(one)).map(
-        convert(with_nothing))
+    return batches.map(without_nothing).window(number).flat_map(one).map(with_nothing)
 
 
 def _joined_window(window: Any, samples: Any) -> Any:

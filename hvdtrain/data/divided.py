@@ -8,7 +8,7 @@ batches are divided after it: that is always right, and costs every rank the who
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,9 +19,6 @@ from hvdtrain.data.batches import part_of, static_count, together
 from hvdtrain.data.part import Part
 from hvdtrain.data.rowwise import why_not
 from hvdtrain.data.undecoded import Undecoded, undecoded
-
-_NOT_KNOWN = (AttributeError, KeyError, NotImplementedError, TypeError, ValueError,
-              tf.errors.OpError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +86,7 @@ def divided(dataset: Any, part: Part, *, batches_per_step: int = 1,
     if before_decoding:
         try:
             parts = _parts(dataset, part, batches_per_step)
-        except _NOT_KNOWN as error:
+        except tf_steps.NOT_UNDERSTOOD as error:
             parts = _late(dataset, part, batches_per_step, f"this pipeline is not understood "
                           f"({type(error).__name__}: {error})")
     if parts is None:
@@ -129,7 +126,7 @@ def _before_map(dataset: Any, parts: _Parts, part: Part, per_step: int) -> _Part
     mapped = tf_steps.Mapped(dataset)
     function = mapped.function()
 
-    @tf.autograph.experimental.do_not_convert
+    @tf_steps.as_it_is
     def of_part(samples: Any, batch: Any) -> Any:
         return samples, function(batch)
     done = parts.then(lambda pairs: pairs.map(of_part, **mapped.calls))
@@ -141,7 +138,7 @@ def _late(dataset: Any, part: Part, per_step: int, why: str) -> _Parts:
     batches = together(dataset, per_step) if per_step > 1 else dataset
     parts = _sized(dataset, per_step)
 
-    @tf.autograph.experimental.do_not_convert
+    @tf_steps.as_it_is
     def cut(*batch: Any) -> Any:
         return part_of(batch if isinstance(dataset.element_spec, tuple) else batch[0], part)
     return replace(parts, pairs=batches.map(cut), why=why,
@@ -178,21 +175,20 @@ def _at_batch(dataset: Any, part: Part, per_step: int) -> _Parts:
     if why or not begin.steps:
         return _late(dataset, part, per_step, why or begin.why or "nothing is decoded before")
     sized = _sized(dataset, per_step)
-    assert sized.full is not None
     batch, drops = tf_steps.batch_size(dataset), tf_steps.drops_remainder(dataset)
     raw = begin.begin
     if drops and per_step > 1:
         raw = raw.batch(batch, drop_remainder=True).unbatch()
-    raw = raw.batch(sized.full, drop_remainder=drops and per_step == 1)
+    raw = raw.batch(batch * per_step, drop_remainder=drops and per_step == 1)
 
-    @tf.autograph.experimental.do_not_convert
+    @tf_steps.as_it_is
     def numbered(*whole: Any) -> Any:
         samples, own = part_of(whole if isinstance(raw.element_spec, tuple) else whole[0], part)
         return tf.fill([tf.maximum(part.count(samples), 1)], samples), own
 
     def made(batches: Any) -> Any:
         own = begin.decoded(batches.map(numbered).unbatch(), part.rank)
-        return _in_batches(own, dataset, part, sized)
+        return _in_batches(own, dataset, part, sized.sizes or range(1, batch * per_step + 1))
     return replace(sized, pairs=made(raw), before=(begin.names,), why=begin.why,
                    later=None if begin.is_kept else lambda steps: made(_after(raw, steps)))
 
@@ -207,19 +203,17 @@ def _why_not_before(dataset: Any, begin: Undecoded) -> str:
     return ""
 
 
-def _in_batches(own: Any, dataset: Any, part: Part, sized: _Parts) -> Any:
+def _in_batches(own: Any, dataset: Any, part: Part, sizes: Collection[int]) -> Any:
     """This rank's samples, each with the samples of its global batch, in batches."""
-    assert sized.full is not None
-    sizes = sized.sizes or range(1, sized.full + 1)
-    width = max(int(part.count(sized.full)), 1)
+    full = max(sizes)
+    width = max(int(part.count(full)), 1)
     if max(int(part.count(size)) for size in sizes) <= width:
         pairs = tf_steps.batched(own, dataset, width)
         return pairs.map(lambda samples, batch: (samples[0], batch))
     # The last batch may give a rank more samples than the others: each ends by its own number.
-    most = sized.full + 1
     return own.group_by_window(
         lambda samples, sample: samples,
-        lambda samples, group: tf_steps.batched(group, dataset, most),
+        lambda samples, group: tf_steps.batched(group, dataset, full),
         window_size_func=lambda samples: tf.maximum(part.count(samples), 1)).map(
             lambda samples, batch: (samples[0], batch))
 
@@ -239,7 +233,7 @@ def _finished(dataset: Any, parts: _Parts, part: Part, per_step: int) -> Divided
     steps = _steps(dataset, parts, part, per_step, vanish=vanish)
     static = int(part.count(next(iter(sizes)))) if sizes and len(sizes) == 1 else None
 
-    @tf.autograph.experimental.do_not_convert
+    @tf_steps.as_it_is
     def shaped(samples: Any, batch: Any) -> Any:
         for tensor in tf.nest.flatten(batch):
             if static and isinstance(tensor, tf.Tensor) and tensor.shape.rank:

@@ -27,6 +27,7 @@ from hvdtrain.data.stream_order import (
     order_of,
 )
 from hvdtrain.data.stream_plan import StreamPlan
+from hvdtrain.data.undecoded import samples_of
 from hvdtrain.errors import DataError
 from hvdtrain.log import get_logger
 
@@ -59,10 +60,11 @@ class StreamSource(Stream):
             raise DataError(
                 f"{name}: expected a tf.data.Dataset, or a function make(rank, size) that returns "
                 f"one or an iterator. Received: {type(make).__name__}.")
-        if isinstance(make, tf.data.Dataset) and is_batched(make):
-            make = make.unbatch()
         self._make = make
-        self._by_epoch = not isinstance(make, tf.data.Dataset) and _takes_epoch(make)
+        self._undecoded = (samples_of(make, batched=is_batched(make))
+                           if isinstance(make, tf.data.Dataset) else None)
+        self._shares: dict[tuple[int, int], Any] = {}
+        self._by_epoch = self._undecoded is None and _takes_epoch(make)
         self._signature: Structure | None = None
         self._first: list[Structure] | None = None
         self._counts: dict[tuple[int, int], int] = {}
@@ -150,11 +152,14 @@ class StreamSource(Stream):
     def count(self, rank: int, size: int) -> int:
         """The number of samples of a rank's share: reads them once, unless it is known.
 
+        Those of a `tf.data.Dataset` are not decoded for it.
+
         Raises:
             DataError: It never ends.
         """
         if (rank, size) not in self._counts:
-            dataset = self.samples(rank, size)
+            dataset = (self.samples(rank, size) if self._undecoded is None
+                       else self._undecoded.share(rank, size, decoded=False))
             known = int(dataset.cardinality())
             if known == tf.data.INFINITE_CARDINALITY:
                 raise DataError(f"{self.name}: the data set never ends. Cut it with .take(samples "
@@ -207,8 +212,10 @@ class StreamSource(Stream):
         return self._first
 
     def _share(self, rank: int, size: int, epoch: int = 0) -> Any | Iterable[Any]:
-        if isinstance(self._make, tf.data.Dataset):
-            return self._make.shard(size, rank) if size > 1 else self._make
+        if self._undecoded is not None:
+            if (rank, size) not in self._shares:
+                self._shares[rank, size] = self._undecoded.share(rank, size)
+            return self._shares[rank, size]
         return self._make(rank, size, epoch) if self._by_epoch else self._make(rank, size)
 
 

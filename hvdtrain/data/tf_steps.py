@@ -7,9 +7,10 @@ absence is an `AttributeError`. Nothing here draws from a global random generato
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -19,6 +20,11 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.framework.random_seed import DEFAULT_GRAPH_SEED
 
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+NOT_UNDERSTOOD = (AttributeError, KeyError, NotImplementedError, TypeError, ValueError,
+                  tf.errors.OpError)
+"""What is raised of a pipeline of another kind, or by another TensorFlow."""
 SAME_ELEMENTS = frozenset({"Prefetch", "Options"})
 """Steps after which come the elements before them, in their order."""
 OTHER_ELEMENTS = frozenset({"Take", "Skip", "Shard", "Repeat", "Shuffle", "AssertCardinality"})
@@ -36,6 +42,12 @@ _READ_ANEW = frozenset({
     "PaddedBatch", "FlatMap", "Interleave", "Filter", "Take", "Skip", "Shard", "Repeat", "Zip",
     "Concatenate", "Prefetch", "Options", "Unbatch", "Window", "TakeWhile", "AssertCardinality"})
 """ Steps that keep nothing from one iteration to the next."""
+
+
+def as_it_is(function: Call) -> Call:
+    """Let TensorFlow not rewrite a function for its graph: it is written for one."""
+    made: Call = tf.autograph.experimental.do_not_convert(function)
+    return made
 
 
 def kind(dataset: Any) -> str:
@@ -192,7 +204,7 @@ class Mapped:
         seeded = any(seeds not in (None, (0, 0)) for _, seeds in self.stateful)
         traced = self._traced if rank == 0 or not seeded else self._for_rank(rank)
 
-        @tf.autograph.experimental.do_not_convert
+        @as_it_is
         def call(element: Any) -> Any:
             flat = structure.to_tensor_list(traced._input_structure, element)
             return structure.from_compatible_tensor_list(
@@ -202,8 +214,8 @@ class Mapped:
     def _for_rank(self, rank: int) -> Any:
         """The user's function traced anew, with other seeds in its random operations."""
         seed = self._traced.function.graph.seed
-        drawn = random.Random(f"{DEFAULT_GRAPH_SEED if seed is None else seed} {rank}")
-        with as_seeded(drawn.randrange(1, 2 ** 31 - 1)):
+        known = DEFAULT_GRAPH_SEED if seed is None else seed
+        with as_seeded(zlib.crc32(f"{known} of rank {rank}".encode())):
             return structured_function.StructuredFunctionWrapper(
                 self._traced._func, "Dataset.map()", input_structure=self._traced._input_structure)
 
@@ -229,14 +241,15 @@ def _stateful(graph: Any) -> Iterator[tuple[str, tuple[int, int] | None]]:
 def as_seeded(seed: int | None) -> Iterator[None]:
     """Do something as under this global seed, and leave all global generators as they were."""
     state = context.context()
-    kept = state._seed, state._rng, state._rng and state._rng.getstate()
+    kept, drawn = state._seed, getattr(state, "_rng", None)
+    where = drawn.getstate() if drawn else None
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
     state._seed = seed
     try:
         yield
     finally:
-        state._seed, state._rng = kept[:2]
-        if state._rng is not None:
-            state._rng.setstate(kept[2])
+        state._seed = kept
+        if drawn:
+            drawn.setstate(where)
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002

@@ -57,24 +57,48 @@ class Undecoded:
                 pairs = pairs.map(_second(step.function(rank)), **step.calls)
         return pairs
 
-    def share(self, rank: int, size: int) -> Any:
+    def share(self, rank: int, size: int, *, decoded: bool = True) -> Any:
         """The samples rank, rank + size, ... of the pipeline; no others are decoded."""
         own = self.begin.shard(size, rank) if size > 1 else self.begin
-        if not self.steps:
+        if not decoded or not self.steps:
             return own
         pairs = self.decoded(tf.data.Dataset.zip((tf.data.Dataset.counter(), own)), rank)
         return pairs.map(lambda number, sample: sample)
 
 
-def _second(function: Function) -> Function:
-    @tf.autograph.experimental.do_not_convert
+def _second(function: Function) -> Callable[[Any, Any], Any]:
+    @tf_steps.as_it_is
     def mapped(number: Any, element: Any) -> Any:
         return number, function(element)
     return mapped
 
 
+def samples_of(dataset: Any, *, batched: bool) -> Undecoded:
+    """The samples of a pipeline, as far as it is understood.
+
+    Args:
+        dataset: A `tf.data.Dataset`.
+        batched: Boolean, whether it is one of batches, whose samples are wanted.
+    """
+    samples = dataset
+    while batched and tf_steps.kind(samples) in tf_steps.SAME_ELEMENTS:
+        samples = tf_steps.inputs(samples)[0]
+    try:
+        if not batched:
+            return undecoded(dataset)
+        if tf_steps.kind(samples) == "Batch" and not tf_steps.drops_remainder(samples):
+            return undecoded(tf_steps.inputs(samples)[0])
+    except tf_steps.NOT_UNDERSTOOD:
+        pass
+    return Undecoded(dataset.unbatch() if batched else dataset)
+
+
 def undecoded(dataset: Any) -> Undecoded:
-    """Take a pipeline of samples apart."""
+    """Take a pipeline of samples apart.
+
+    Raises:
+        AttributeError: And others of `tf_steps.NOT_UNDERSTOOD`.
+    """
     name = tf_steps.kind(dataset)
     if name == "Map":
         return _mapped(dataset)
@@ -128,7 +152,7 @@ def _zipped(dataset: Any) -> Undecoded:
     def function(rank: int) -> Function:
         chains = [[step.function(rank) for step in one.steps if step.function] for one in found]
 
-        @tf.autograph.experimental.do_not_convert
+        @tf_steps.as_it_is
         def call(element: Any) -> Any:
             parts = tf_steps.branches(dataset, element)
             for number, chain in enumerate(chains):

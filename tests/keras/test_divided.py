@@ -72,7 +72,7 @@ def check(make, size, *, early=True, per_step=1, **options):
         assert {len(part) for part in parts} == {len(epoch)}
         for step, batch in enumerate(epoch):
             joined = []
-            for rank, how in enumerate(hows):
+            for rank in range(size):
                 weight, own = parts[rank][step]
                 count = Part(rank=rank, size=size).count(len(batch))
                 assert weight == pytest.approx(count * size / len(batch))
@@ -183,7 +183,8 @@ def test_images_of_a_folder(tmp_path):
 
     def weighted_classes():
         from keras.src.trainers.data_adapters import tf_dataset_adapter
-        return tf_dataset_adapter.TFDatasetAdapter(make(), {0: 1.0, 1: 2.0, 2: 5.0}).get_tf_dataset()
+        classes = {0: 1.0, 1: 2.0, 2: 5.0}
+        return tf_dataset_adapter.TFDatasetAdapter(make(), classes).get_tf_dataset()
     for each in (make, rescaled, weighted_classes):
         for size in (2, 3):
             assert check(each, size).global_batch == 8
@@ -194,7 +195,7 @@ def test_texts_of_a_folder_become_numbers_after_the_batch(tmp_path):
     for number in range(20):
         path = tmp_path / f"class_{number % 2}" / f"{number}.txt"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(" ".join("ab cd ef gh".split()[: 1 + number % 4]))
+        path.write_text(" ".join(["ab", "cd", "ef", "gh"][: 1 + number % 4]))
     texts = keras.utils.text_dataset_from_directory(tmp_path, batch_size=6, seed=2, verbose=False)
     fixed = keras.layers.TextVectorization(20, output_sequence_length=5)
     fixed.adapt(texts.map(lambda x, y: x))
@@ -228,7 +229,8 @@ def test_records_of_several_files(tmp_path):
         return made.map(lambda one: (one["x"], one["x"][0])).shuffle(10, seed=1).batch(7)
     for size in (1, 2, 3):
         how = check(make, size)
-        assert how.steps is None and how.weighted == (size > 1)
+        assert how.steps is None
+        assert how.weighted == (size > 1)
 
 
 def padded():
@@ -249,7 +251,8 @@ def generated():
 
 
 def generated_and_mapped():
-    made = data.from_generator(lambda: iter(range(17)), output_signature=tf.TensorSpec([], tf.int64))
+    made = data.from_generator(lambda: iter(range(17)),
+                               output_signature=tf.TensorSpec([], tf.int64))
     return made.map(lambda x: {"x": x, "deep": (x + 1, [x, -x])}).batch(5)
 
 
@@ -262,7 +265,8 @@ def generated_batches():
 
 
 def ragged():
-    made = data.from_tensor_slices((tf.ragged.constant([[1, 2], [], [3], [4, 5, 6], [7]]), range(5)))
+    x = tf.ragged.constant([[1, 2], [], [3], [4, 5, 6], [7]])
+    made = data.from_tensor_slices((x, range(5)))
     return made.map(lambda x, y: (x * 2, y, None)).ragged_batch(3)
 
 
@@ -325,7 +329,7 @@ def with_options():
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("make, early", [
+@pytest.mark.parametrize(("make", "early"), [
     (padded, True), (padded_to_the_longest, False), (generated, False),
     (generated_and_mapped, True), (generated_batches, False), (ragged, False), (ragged_after, True),
     (sparse, False), (sparse_after, True), (with_nothing, True), (random_batches, False),
