@@ -176,7 +176,7 @@ def _at_batch(dataset: Any, part: Part, per_step: int) -> _Parts:
         return _late(dataset, part, per_step, why or begin.why or "nothing is decoded before")
     sized = _sized(dataset, per_step)
     batch, drops = tf_steps.batch_size(dataset), tf_steps.drops_remainder(dataset)
-    raw = begin.begin
+    raw, decoder = begin.begin, begin.decoder(part.rank)
     if drops and per_step > 1:
         raw = raw.batch(batch, drop_remainder=True).unbatch()
     raw = raw.batch(batch * per_step, drop_remainder=drops and per_step == 1)
@@ -187,7 +187,7 @@ def _at_batch(dataset: Any, part: Part, per_step: int) -> _Parts:
         return tf.fill([tf.maximum(part.count(samples), 1)], samples), own
 
     def made(batches: Any) -> Any:
-        own = begin.decoded(batches.map(numbered).unbatch(), part.rank)
+        own = decoder(batches.map(numbered).unbatch())
         return _in_batches(own, dataset, part, sized.sizes or range(1, batch * per_step + 1))
     return replace(sized, pairs=made(raw), before=(begin.names,), why=begin.why,
                    later=None if begin.is_kept else lambda steps: made(_after(raw, steps)))

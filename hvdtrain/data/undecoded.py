@@ -48,22 +48,46 @@ class Undecoded:
         """The steps in words."""
         return ", ".join(step.name for step in self.steps if step.function)
 
-    def decoded(self, pairs: Any, rank: int) -> Any:
-        """The steps over pairs of a number and a sample of `begin`."""
-        for step in self.steps:
-            if step.function is None:
-                pairs = pairs.cache()
-            else:
-                pairs = pairs.map(_second(step.function(rank)), **step.calls)
-        return pairs
+    def decoder(self, rank: int) -> Function:
+        """From pairs of a number and a sample of `begin` to those of a sample of the pipeline.
 
-    def share(self, rank: int, size: int, *, decoded: bool = True) -> Any:
-        """The samples rank, rank + size, ... of the pipeline; no others are decoded."""
-        own = self.begin.shard(size, rank) if size > 1 else self.begin
-        if not decoded or not self.steps:
-            return own
-        pairs = self.decoded(tf.data.Dataset.zip((tf.data.Dataset.counter(), own)), rank)
-        return pairs.map(lambda number, sample: sample)
+        It can be called within a graph; this not, since functions may be traced anew here.
+        """
+        functions = [step.function and _second(step.function(rank)) for step in self.steps]
+
+        def decoded(pairs: Any) -> Any:
+            for step, function in zip(self.steps, functions, strict=True):
+                pairs = pairs.map(function, **step.calls) if function else pairs.cache()
+            return pairs
+        return decoded
+
+    def share(self, rank: int, size: int) -> Callable[[Any], Any]:
+        """The samples rank, rank + size, ... of the pipeline; no others are decoded.
+
+        Returns:
+            Function of a number, from which on they are wanted.
+        """
+        own, decoder = self.undecoded_share(rank, size), self.decoder(rank)
+
+        def samples(begin: Any) -> Any:
+            if not self.steps:
+                return own.skip(begin)
+            if self.is_kept:
+                return _samples(decoder(_numbered(own))).skip(begin)
+            return _samples(decoder(_numbered(own.skip(begin))))
+        return samples
+
+    def undecoded_share(self, rank: int, size: int) -> Any:
+        """As many samples as `share` gives, to be counted."""
+        return self.begin.shard(size, rank) if size > 1 else self.begin
+
+
+def _numbered(dataset: Any) -> Any:
+    return tf.data.Dataset.zip((tf.data.Dataset.counter(), dataset))
+
+
+def _samples(pairs: Any) -> Any:
+    return pairs.map(lambda number, sample: sample)
 
 
 def _second(function: Function) -> Callable[[Any, Any], Any]:
