@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
 from hvdtrain.data.source import Structure
+from hvdtrain.data.tf_steps import nodes_of as nodes_of
 from hvdtrain.errors import DataError
 from hvdtrain.log import get_logger
 
@@ -117,18 +118,6 @@ def _along(dataset: Any) -> Iterator[Any]:
         yield dataset
         inputs = dataset._inputs()
         dataset = inputs[0] if inputs and inputs[0] is not dataset else None
-
-
-def nodes_of(dataset: Any) -> Iterator[Any]:
-    """A dataset and all that it is made of."""
-    seen: dict[int, Any] = {}
-    left = [dataset]
-    while left:
-        node = left.pop()
-        if id(node) not in seen:
-            seen[id(node)] = node
-            yield node
-            left += node._inputs()
 
 
 def _checksum(tensors: Any) -> int:
