@@ -79,8 +79,8 @@ class RankAdapter(DataAdapter):  # type: ignore[misc]
 
     def get_tf_dataset(self) -> Any:
         """See Keras' `DataAdapter`."""
-        begun = tf.data.Dataset.from_tensors(0).flat_map(lambda _: self._divided.skip(self._skip))
-        dataset = begun if int(self._skip.numpy()) else self._divided.dataset
+        dataset = (self._divided.skip(self._skip) if int(self._skip.numpy())
+                   else self._divided.dataset)
         return ready(dataset, autotune=is_tuned(self._whole))
 
     def begin_at(self, epoch: int, step: int, *, steps_per_epoch: int | None) -> None:
