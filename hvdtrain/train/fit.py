@@ -150,7 +150,7 @@ class Run:
         begin = resume(model, session, self.config, store, plan)
         done = max(restore_backup(model, self.callbacks, session), self.initial_epoch)
         if done > begin.epoch:
-            begin = dataclasses.replace(begin, epoch=done, samples=0)
+            begin = dataclasses.replace(begin, epoch=done, samples=0, step=0)
         variables = state.training_state(model)
         state.broadcast(session.collective, variables)
         share_loaded(keras_seam.optimizers_of(model))
@@ -171,7 +171,7 @@ class Run:
             steps_per_epoch=plan.shards.steps, epoch_ended=train.on_epoch_end)
         writers = [] if store is None else make_writers(
             session, plan, store, begin.epoch, first_step, saver=saver, times=times)
-        arguments = train.training(begin.epoch, first_step)
+        arguments = train.training(begin.epoch, first_step, resumed=begin.step > 0)
         if (first_step or plan.shards.uneven) and not keras_model.metrics_are_built(model):
             keras_model.build_metrics(model, train.one_sample())
         evaluation = None if validation is None else Evaluation(model, validation, session)
