@@ -19,6 +19,9 @@ _NOISE = re.compile(
     r"Could not find TensorRT|failed call to cuInit")
 
 
+_NO_INPUT = re.compile(r"EOFError: EOF when reading a line|bdb\.BdbQuit")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
     """How one rank ended."""
@@ -64,6 +67,13 @@ class RankEnd:
         if self.record is not None and self.record.error:
             words += f", {self.record.error}: {' '.join(self.record.message.split())}"
         return words
+
+
+def asked_for_input(end: RankEnd) -> bool:
+    """Whether a rank failed because it read standard input (`input()`, a debugger), without any."""
+    if end.record is not None:
+        return end.record.error in ("EOFError", "BdbQuit")
+    return bool(end.tail) and _NO_INPUT.match(end.tail[-1]) is not None
 
 
 def is_noise(line: str) -> bool:
