@@ -88,8 +88,8 @@ class Console:
                 self._write(stream, self._live[stream].end())
 
     def tail(self, rank: int) -> tuple[str, ...]:
-        """The last lines of a rank."""
-        return tuple(self._tails[rank])
+        """The last lines of a rank, unless they have been shown as they came."""
+        return () if rank == 0 and self._live else tuple(self._tails[rank])
 
     def record(self, rank: int) -> FailureRecord | None:
         """What the rank reported of its failure."""
