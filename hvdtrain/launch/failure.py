@@ -65,7 +65,8 @@ class RankEnd:
         else:
             words = f"exit code {self.code}"
         if self.record is not None and self.record.error:
-            words += f", {self.record.error}: {' '.join(self.record.message.split())}"
+            message = " ".join(self.record.message.split())
+            words += f", {self.record.error}" + (f": {message}" if message else "")
         return words
 
 

@@ -42,15 +42,6 @@ class Context:
     """The text of code that lies in no file, such as cells, by the name of its file."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """An error on a rank."""
-
-    error: str
-    """The name of its class."""
-    traceback: str
-
-
 class CallFolder:
     """The files of one call.
 
@@ -106,16 +97,16 @@ class CallFolder:
         """What the function gave on the chief. In the notebook."""
         return self._read(_RESULT)
 
-    def write_failure(self, rank: int, failure: Failure) -> None:
+    def write_failure(self, rank: int, traceback: str) -> None:
         """Write why a rank fails."""
-        self._write(f"failure.{rank}.json", json.dumps(asdict(failure)).encode())
+        self._write(f"failure.{rank}", traceback.encode("utf-8", "replace"))
 
-    def read_failure(self, rank: int) -> Failure | None:
-        """Why a rank has failed, where it could tell. In the notebook."""
+    def read_failure(self, rank: int) -> str:
+        """Why a rank has failed; "" where it could not tell. In the notebook."""
         try:
-            return Failure(**json.loads((self.path / f"failure.{rank}.json").read_bytes()))
+            return (self.path / f"failure.{rank}").read_text("utf-8")
         except FileNotFoundError:
-            return None
+            return ""
 
     def _finds(self, words: Sequence[bytes]) -> bool:
         with (self.path / _CALL).open("rb") as file, mmap.mmap(

@@ -24,6 +24,7 @@ from hvdtrain.errors import (
 from hvdtrain.launch.console import Console
 from hvdtrain.launch.execute import launch_native
 from hvdtrain.launch.facts import gather_facts
+from hvdtrain.launch.failure import asked_for_input
 from hvdtrain.launch.native import JobEnd
 from hvdtrain.launch.options import LaunchOptions
 from hvdtrain.launch.plan import LaunchPlan, make_plan
@@ -84,6 +85,8 @@ def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (),
         raise ConfigError(
             f"notebook_launcher takes a function. Received: {function!r}. Give the function "
             "itself, without calling it: hvdtrain.notebook_launcher(train, np=2).")
+    if np < 1:
+        raise ConfigError(f"np is {np}. Expected 1 rank or more.")
     call = Call(function=function, args=tuple(args), kwargs=dict(kwargs or {}))
     with tempfile.TemporaryDirectory(prefix="hvdtrain-call-") as path:
         folder, sources = CallFolder(Path(path)), _sources()
@@ -117,10 +120,10 @@ def _write(folder: CallFolder, call: Call, sources: Mapping[str, str]) -> None:
         raise
     except Exception as error:
         found = culprits(call.function, call.args, call.kwargs) or [str(error)]
-        name = getattr(call.function, "__name__", "the function")
         raise LaunchError(
-            f"{name} cannot be sent to the ranks because of {'; '.join(found)}. Make it within the "
-            "function, on each rank.") from error
+            f"{getattr(call.function, '__name__', 'The function')} cannot be sent to the ranks "
+            f"because of {'; '.join(found).rstrip('.')}. Make it within the function, on each "
+            "rank.") from error
     main = vars(sys.modules["__main__"])
     folder.write_definitions(definitions(main, everything=folder.holds_model()))
 
@@ -147,9 +150,9 @@ def _forks(preloader: Preloader, env: Mapping[str, str]) -> bool:
                               stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                               stderr=subprocess.DEVNULL)
         probe.begin()
-    except RefusedError:
+        return probe.wait(_PROBE_S) == 0
+    except (RefusedError, subprocess.TimeoutExpired):
         return False
-    return probe.wait(_PROBE_S) == 0
 
 
 def _check(end: JobEnd, folder: CallFolder, sources: Mapping[str, str],
@@ -165,10 +168,12 @@ def _check(end: JobEnd, folder: CallFolder, sources: Mapping[str, str],
                                        "(sys.exit). Return from it instead.")
         raise RunFailedError(why, code=end.code or EXIT_RUN_FAILED, rank=0)
     rank, lines = end.cause.rank, list(end.report)
-    failure = folder.read_failure(rank)
-    text = _with_cells(failure.traceback, sources) if failure is not None else ""
+    text = _with_cells(folder.read_failure(rank), sources)
     if text:
         lines += ["", f"Rank {rank}:", text]
+    if asked_for_input(end.cause):
+        lines += ["", "Ranks have no standard input. To debug the function, call it in this "
+                  "process, as one rank."]
     raise RunFailedError("\n".join(lines), code=end.code, rank=rank, traceback=text)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import hvdtrain
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.notebook.call import CallFolder, Failure
+from hvdtrain.notebook.call import CallFolder
 from hvdtrain.notebook.pickles import define, define_with
 from hvdtrain.runtime.guard import Guard
 from hvdtrain.world import World
@@ -33,8 +33,7 @@ def main() -> None:
         if world.is_chief:
             _return(result, folder)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the notebook raises it
-        folder.write_failure(world.rank, Failure(error=type(error).__name__,
-                                                 traceback=_traceback_of(error)))
+        folder.write_failure(world.rank, _traceback_of(error))
         Guard(world, report=True).fail(error, told=True)
 
 

@@ -83,7 +83,7 @@ class Guard:
 
         Args:
             error: The error.
-            told: Boolean, whether it was told elsewhere, so that it is not printed.
+            told: Boolean, whether its message is told elsewhere, so that it is not printed.
         """
         code, secondary = exit_code_of(error), _is_of_another_rank(error)
         if code == EXIT_STOPPED:
@@ -91,7 +91,7 @@ class Guard:
         if not told:
             _print(error)
         interrupted = isinstance(error, KeyboardInterrupt)
-        self._tell(type(error).__name__, str(error), code,
+        self._tell(type(error).__name__, "" if told else str(error), code,
                    primary=not (secondary or interrupted))
         _flush()
         if self._world.size > 1:
