@@ -29,7 +29,7 @@ from hvdtrain.launch.native import JobEnd
 from hvdtrain.launch.options import LaunchOptions
 from hvdtrain.launch.plan import LaunchPlan, make_plan
 from hvdtrain.notebook.call import Call, CallFolder, Context
-from hvdtrain.notebook.pickles import culprits, definitions
+from hvdtrain.notebook.pickles import culprits, definitions, keras_names
 from hvdtrain.preload.client import SOCKET_VARIABLE, ForkedProgram, Preloader, RefusedError
 from hvdtrain.preload.server import server_command
 
@@ -100,7 +100,8 @@ def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (),
         if end.signal:
             signal.raise_signal(end.signal)  # as if it had come now: KeyboardInterrupt
         _check(end, folder, sources, timeout_s)
-        return folder.read_result()
+        with keras_names():
+            return folder.read_result()
 
 
 def _plan(folder: CallFolder, np: int, env: Mapping[str, str], *, timeout_s: float | None,
@@ -124,8 +125,7 @@ def _write(folder: CallFolder, call: Call, sources: Mapping[str, str]) -> None:
             f"{getattr(call.function, '__name__', 'The function')} cannot be sent to the ranks "
             f"because of {'; '.join(found).rstrip('.')}. Make it within the function, on each "
             "rank.") from error
-    main = vars(sys.modules["__main__"])
-    folder.write_definitions(definitions(main, everything=folder.holds_model()))
+    folder.write_definitions(definitions(everything=folder.holds_model()))
 
 
 def _sources() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 cloudpickle puts functions and classes of `__main__` into a pickle as code. What is added here: the
 code keeps the name of its file, by which tracebacks and AutoGraph find its source; and definitions
-by name, which Keras looks up in `__main__` when it reads a model.
+by name, which Keras asks for when it reads a model.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import types
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import IO, Any
@@ -21,8 +22,6 @@ from typing import IO, Any
 from hvdtrain.optional import require
 
 _LARGEST_DEFINITION_BYTES = 1 << 20
-_PLAIN = (pickle.PicklingError, TypeError, AttributeError)
-"""What pickle raises for what it cannot handle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +29,7 @@ class Definition:
     """A class or function of the notebook."""
 
     name: str
-    """In `__main__`."""
-    registered: str
-    """Its name among the custom objects of Keras, `PACKAGE>NAME`; "" for none."""
+    """In `__main__`; `PACKAGE>NAME` for one that is registered with Keras."""
     pickle: bytes
 
 
@@ -42,11 +39,19 @@ def dump(value: object, file: IO[bytes]) -> None:
     Raises:
         MissingExtraError: cloudpickle is not installed.
     """
-    _pickler()(file).dump(value)
+    _picklers()[0](file).dump(value)
+
+
+def dump_result(value: object, file: IO[bytes]) -> None:
+    """Pickle a value for the notebook, which has its own definitions; they go by their names.
+
+    Code that came back would take the place of the notebook's, with the variables of a rank.
+    """
+    _picklers()[1](file).dump(value)
 
 
 @cache
-def _pickler() -> Any:
+def _picklers() -> tuple[Any, Any]:
     base = require("cloudpickle", "hvdtrain.notebook_launcher").Pickler
     reduce = base.dispatch_table[types.CodeType]
 
@@ -55,57 +60,63 @@ def _pickler() -> Any:
         return made, tuple(code.co_filename if argument == "<dynamic-code>" else argument
                            for argument in arguments)
 
+    def by_name(self: Any, value: Any) -> Any:
+        if _is_of_main(value) and getattr(sys.modules["__main__"], value.__name__, None) is value:
+            return NotImplemented  # as pickle does it
+        return base.reducer_override(self, value)
+
     table = ChainMap({types.CodeType: reduce_code}, base.dispatch_table)
-    return type("_Pickler", (base,), {"dispatch_table": table})
+    by_value = type("_ByValue", (base,), {"dispatch_table": table})
+    return by_value, type("_ByName", (by_value,), {"reducer_override": by_name})
 
 
-def dump_result(value: object, file: IO[bytes]) -> None:
-    """Pickle a value for the notebook, which finds its own definitions by their names."""
-    try:
-        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except _PLAIN:  # as of a function within the function
-        dump(value, file)
-    else:
-        file.write(data)
-
-
-def definitions(main: Mapping[str, Any], *, everything: bool) -> list[Definition]:
-    """The definitions of a notebook that Keras may ask for.
+def definitions(*, everything: bool) -> list[Definition]:
+    """The definitions of this notebook that Keras may ask for.
 
     What cannot be pickled or drags much data along is left out.
 
     Args:
-        main: The names of `__main__`.
         everything: Boolean, whether to take all of them, and not only those that are registered
             with Keras.
     """
     keras = sys.modules.get("keras")
-    registered = {id(value): name for name, value in keras.saving.get_custom_objects().items()
-                  } if keras is not None else {}
-    found = []
-    for name, value in list(main.items()):
-        wanted = everything or id(value) in registered
-        if wanted and _is_of_main(value):
+    registered = {} if keras is None else keras.saving.get_custom_objects()
+    named = [*registered.items(), *(_of_main().items() if everything else ())]
+    found = {}
+    for name, value in named:
+        if id(value) not in found and _is_of_main(value):
             file = _SmallFile()
             try:
                 dump(value, file)
             except Exception:  # noqa: S112, BLE001 - whatever a class of the user's raises
                 continue
-            found.append(Definition(name=name, registered=registered.get(id(value), ""),
-                                    pickle=file.getvalue()))
-    return found
+            found[id(value)] = Definition(name=name, pickle=file.getvalue())
+    return list(found.values())
+
+
+def keras_names() -> AbstractContextManager[object]:
+    """A context in which Keras finds the definitions of this notebook by their names."""
+    keras = sys.modules.get("keras")
+    return nullcontext() if keras is None else keras.saving.custom_object_scope(_of_main())
+
+
+def _of_main() -> dict[str, Any]:
+    return {name: value for name, value in list(vars(sys.modules["__main__"]).items())
+            if _is_of_main(value)}
 
 
 def define(found: list[Definition]) -> types.ModuleType:
     """Be, from here on, a process whose `__main__` has these definitions. On a rank."""
     sys.modules["__main__"] = main = types.ModuleType("__main__")
     for definition in found:
+        import keras
         value = pickle.loads(definition.pickle)  # noqa: S301 - of the process that started this one
-        vars(main)[definition.name] = value
-        if definition.registered:
-            import keras
-            package, _, name = definition.registered.rpartition(">")
+        package, registered, name = definition.name.rpartition(">")
+        if registered:
             keras.saving.register_keras_serializable(package, name)(value)
+        else:  # Keras does not look into `__main__`
+            keras.saving.get_custom_objects()[name] = value
+        vars(main)[value.__name__] = value
     return main
 
 

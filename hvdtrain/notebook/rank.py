@@ -69,6 +69,7 @@ def _traceback_of(error: BaseException) -> str:
     frames = [frame for frame in told.stack if not frame.filename.startswith(_THIS)]
     if isinstance(error, HvdtrainError):
         told.__cause__ = told.__context__ = None
-        frames = list(takewhile(lambda frame: not frame.filename.startswith(_PACKAGE), frames))
+        frames = list(takewhile(  # "<string>": the constructor of a dataclass
+            lambda frame: not frame.filename.startswith((_PACKAGE, "<string>")), frames))
     told.stack = traceback.StackSummary.from_list(frames)
     return "".join(told.format()).rstrip()
