@@ -74,7 +74,7 @@ def asked_for_input(end: RankEnd) -> bool:
     """Whether a rank failed because it read standard input (`input()`, a debugger), without any."""
     if end.record is not None:
         return end.record.error in ("EOFError", "BdbQuit")
-    return bool(end.tail) and _NO_INPUT.match(end.tail[-1]) is not None
+    return any(_NO_INPUT.fullmatch(line) for line in end.tail)
 
 
 def is_noise(line: str) -> bool:

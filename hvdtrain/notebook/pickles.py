@@ -115,8 +115,7 @@ def define(found: list[Definition]) -> types.ModuleType:
         if registered:
             keras.saving.register_keras_serializable(package, name)(value)
         else:  # Keras does not look into `__main__`
-            keras.saving.get_custom_objects()[name] = value
-        vars(main)[value.__name__] = value
+            keras.saving.get_custom_objects()[name] = vars(main)[name] = value
     return main
 
 
