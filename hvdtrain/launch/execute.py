@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 
 from hvdtrain.errors import EXIT_SIGNALLED, LaunchError, MachineError
@@ -75,7 +75,12 @@ def _environment(plan: LaunchPlan) -> dict[str, str]:
 def _input_of(plan: LaunchPlan) -> int | None:
     """The standard input of this process, where it is that of its only rank."""
     here = plan.np == 1 and plan.slots[0].host in plan.local_hosts
-    return 0 if here and sys.stdin is not None and not sys.stdin.closed else None
+    if not here or sys.stdin is None or sys.stdin.closed:
+        return None
+    with suppress(OSError):  # no terminal, or one of another session
+        if os.tcgetpgrp(0) != os.getpgrp():
+            return None  # in the background: what is typed is for the shell
+    return 0
 
 
 def _check_folder(plan: LaunchPlan, folder: str) -> None:

@@ -3,15 +3,18 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from nbclient.exceptions import DeadKernelError
 
 from tests import preload
 
@@ -408,3 +411,51 @@ def test_the_cells_of_the_page_run(kernel: Kernel) -> None:
     assert "Epoch 3/3" in shown[1]
     assert kernel.run("print(model.evaluate(x, y, verbose=0)[1] > 0.8, len(history['loss']))") == \
         "True 3\n"
+
+
+def test_a_killed_kernel_leaves_no_rank(tmp_path: Path) -> None:
+    seen = []
+    with suppress(DeadKernelError), started(tmp_path, preload.environment()) as kernel:
+        pid = kernel.km.provisioner.pid
+
+        def kill(text: str) -> None:
+            seen.extend(processes_of(tmp_path))
+            os.kill(pid, signal.SIGKILL)
+
+        kernel.on_output = kill
+        kernel.run("""
+import hvdtrain, time
+def wait():
+    hvdtrain.init()
+    print("waiting")
+    time.sleep(60)
+
+hvdtrain.notebook_launcher(wait)
+""")
+    assert len(seen) == 2
+    assert eventually(lambda: not processes_of(tmp_path))
+
+
+SCRIPT = """
+import sys
+import hvdtrain
+
+def work(number):
+    if number < 0:
+        raise ValueError("negative")  # in a file
+    return number * factor, __name__
+
+factor = 2
+if __name__ == "__main__":
+    print(hvdtrain.notebook_launcher(work, (int(sys.argv[1]),)))
+"""
+
+
+@pytest.mark.parametrize(("number", "code", "words"), [
+    (3, 0, "(6, '__main__')"), (-1, 1, 'raise ValueError("negative")  # in a file')])
+def test_a_script_may_call_it(tmp_path: Path, number: int, code: int, words: str) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, path, str(number)], text=True, capture_output=True,
+                          check=False, env=os.environ | preload.environment())
+    assert (done.returncode, words in done.stdout + done.stderr) == (code, True), done.stderr

@@ -48,8 +48,7 @@ class Terminal:
 
     def __init__(self, command: Sequence[object], folder: Path, **environ: str) -> None:
         self.text = ""
-        self._seen = 0
-        self._pid, self._fd = pty.fork()
+        self._pid, self.descriptor = pty.fork()
         if self._pid == 0:
             os.chdir(folder)
             words = [str(word) for word in command]
@@ -65,21 +64,21 @@ class Terminal:
     def answer(self, prompt: str, text: str) -> None:
         """Type a line when a prompt comes."""
         self.wait_for(prompt)
-        os.write(self._fd, f"{text}\n".encode())
+        os.write(self.descriptor, f"{text}\n".encode())
 
     def end(self) -> int:
         """The exit code."""
         deadline = time.monotonic() + LIMIT_S
         while self._read():
             assert time.monotonic() < deadline, self.text
-        os.close(self._fd)
+        os.close(self.descriptor)
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
     def _read(self) -> bool:
-        if not select.select([self._fd], [], [], 0.1)[0]:
+        if not select.select([self.descriptor], [], [], 0.1)[0]:
             return True
         try:
-            data = os.read(self._fd, 4096)
+            data = os.read(self.descriptor, 4096)
         except OSError:  # all of its programs have ended
             return False
         self.text += data.decode(errors="replace").replace("\r\n", "\n")
@@ -126,6 +125,17 @@ def test_the_end_of_input_reaches_the_rank(tmp_path: Path) -> None:
     terminal.answer("(Pdb) ", "\x04")
     assert terminal.end() == 1
     assert "bdb.BdbQuit" in terminal.text
+
+
+def test_in_the_background_what_is_typed_is_for_the_shell(tmp_path: Path) -> None:
+    script = write(tmp_path, "import sys; print('read', repr(sys.stdin.read()))")
+    text = (f"set -m; {' '.join(LAUNCH)} -np 1 -- {sys.executable} {script} & wait; "
+            "read line; echo got $line")
+    terminal = Terminal(("/bin/sh", "-c", text), tmp_path)
+    os.write(terminal.descriptor, b"typed\n")
+    assert terminal.end() == 0
+    assert "read ''\n" in terminal.text
+    assert terminal.text.endswith("got typed\n")
 
 
 def launched(np: int, tmp_path: Path, script: str, **options: Any) -> Any:
