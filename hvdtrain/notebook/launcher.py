@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ _kept: list[Preloader] = []
 """The preloaded process of this one, if it has one."""
 
 
-def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (),
+def notebook_launcher(function: Callable[..., Any], args: tuple[Any, ...] | list[Any] = (),
                       kwargs: Mapping[str, Any] | None = None, *, np: int = 2,
                       env: Mapping[str, str] | None = None, timeout_s: float | None = None,
                       verbose: bool = False, preload: bool = True) -> Any:
@@ -53,7 +53,7 @@ def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (),
 
     Args:
         function: What each rank calls.
-        args: Its arguments.
+        args: Tuple of its arguments.
         kwargs: Its keyword arguments.
         np: Integer, the number of ranks. Defaults to 2.
         env: Variables for the ranks, in addition to those of this process.
@@ -77,7 +77,7 @@ def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (),
         ```
 
     Raises:
-        ConfigError: `function` is none, or an option is out of range.
+        ConfigError: `function` or `args` is not one, or an option is out of range.
         LaunchError: The function, or something that it uses, cannot be sent to other processes.
         RunFailedError: A rank failed; the message has its traceback.
     """
@@ -85,6 +85,8 @@ def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (),
         raise ConfigError(
             f"notebook_launcher takes a function. Received: {function!r}. Give the function "
             "itself, without calling it: hvdtrain.notebook_launcher(train, np=2).")
+    if not isinstance(args, (tuple, list)):
+        raise ConfigError(f"args is {args!r}. Expected a tuple, as ({args!r},) for one argument.")
     if np < 1:
         raise ConfigError(f"np is {np}. Expected 1 rank or more.")
     call = Call(function=function, args=tuple(args), kwargs=dict(kwargs or {}))

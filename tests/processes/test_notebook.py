@@ -320,6 +320,8 @@ print(hvdtrain.notebook_launcher(absolute))
      "What the function returns on rank 0 (lock) cannot be sent to the notebook: "),
     ("hvdtrain.notebook_launcher(make().summary())",
      "ConfigError: notebook_launcher takes a function. Received: None."),
+    ("hvdtrain.notebook_launcher(make, 'data.npz')",
+     "ConfigError: args is 'data.npz'. Expected a tuple, as ('data.npz',) for one argument."),
     ("hvdtrain.notebook_launcher(make, np=0)", "ConfigError: np is 0. "),
     ("hvdtrain.notebook_launcher(lambda: sys.exit() if os.environ['HOROVOD_RANK'] == '0' else 1)",
      "RunFailedError: Rank 0 has ended without returning from the function"),
