@@ -48,6 +48,7 @@ _LAZY = {
     "load_npz": "hvdtrain.data.source",
     "load_parquet": "hvdtrain.data.parquet",
     "load_tfrecord": "hvdtrain.data.tfrecord",
+    "notebook_launcher": "hvdtrain.notebook.launcher",
     "once_per_host": "hvdtrain.data.once",
     "predict": "hvdtrain.train.keras_door",
     "print_on_chief": "hvdtrain.train.own_loop",
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from hvdtrain.engines.parameter_server.local_cluster import LocalCluster as LocalCluster
     from hvdtrain.errors import HvdtrainError as HvdtrainError
     from hvdtrain.job import Job as Job
+    from hvdtrain.notebook.launcher import notebook_launcher as notebook_launcher
     from hvdtrain.optim import DistributedGradientTape as DistributedGradientTape
     from hvdtrain.optim import DistributedOptimizer as DistributedOptimizer
     from hvdtrain.optim import ReducerOptions as ReducerOptions
