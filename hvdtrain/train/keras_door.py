@@ -98,7 +98,7 @@ def fit(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of Keras
             (x, y, sample_weight), validation_split)
     state.seed_dropout(model, config.seed)
     train = door.feed(x, y, sample_weight, batch_size=batch_size, class_weight=class_weight,
-                      shuffle=shuffle and config.shuffle, steps=steps_per_epoch, name="training",
+                      shuffle=shuffle if config.shuffle else False, steps=steps_per_epoch, name="training",
                       model=model)
     validation = None
     if validation_data is not None:
