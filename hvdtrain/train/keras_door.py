@@ -98,8 +98,8 @@ def fit(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of Keras
             (x, y, sample_weight), validation_split)
     state.seed_dropout(model, config.seed)
     train = door.feed(x, y, sample_weight, batch_size=batch_size, class_weight=class_weight,
-                      shuffle=shuffle if config.shuffle else False, steps=steps_per_epoch, name="training",
-                      model=model)
+                      shuffle=shuffle if config.shuffle else False, steps=steps_per_epoch,
+                      name="training", model=model)
     validation = None
     if validation_data is not None:
         val_x, val_y, val_weight = unpacked(validation_data)

@@ -232,14 +232,16 @@ def test_evaluate_and_predict_are_those_of_keras(ranks, rank_session, keras, tf)
     kinds = [((x, y), {"batch_size": 1}), ((x, y), {"batch_size": 4, "steps": 3}),
              ((x, y), {"sample_weight": weights_of_samples(y)}),
              ((rows(tf, 23).batch(5),), {}), ((rows(tf, 23).repeat().batch(5),), {"steps": 4}),
-             ((batches_of(keras, x, y, 4),), {})]
+             (None, {})]
     for data, given in kinds:
-        expected = plain.evaluate(*data, **given, verbose=0, return_dict=True)
-        found = ours.evaluate(*data, **given, verbose=0, return_dict=True)
+        def again(data=data):
+            return data or (batches_of(keras, x, y, 4),)  # its samples change with the epochs
+        expected = plain.evaluate(*again(), **given, verbose=0, return_dict=True)
+        found = ours.evaluate(*again(), **given, verbose=0, return_dict=True)
         assert found == pytest.approx(expected, abs=1e-6)
         given = {k: v for k, v in given.items() if k != "sample_weight"}
-        np.testing.assert_allclose(ours.predict(data[0], **given, verbose=0),
-                                   plain.predict(data[0], **given, verbose=0), atol=1e-6)
+        np.testing.assert_allclose(ours.predict(again()[0], **given, verbose=0),
+                                   plain.predict(again()[0], **given, verbose=0), atol=1e-6)
     assert ours.evaluate(x, y, verbose=0) == pytest.approx(plain.evaluate(x, y, verbose=0),
                                                            abs=1e-6)
 
@@ -290,7 +292,7 @@ def test_the_order_of_a_script_without_a_seed_is_drawn_anew_in_each_epoch(rank_s
     epochs = []
     for _ in range(2):
         adapter.on_epoch_begin()
-        mine = [int(i) for (batch,) in adapter.get_tf_dataset() for i in batch]
+        mine = [int(i) for batch in adapter.get_tf_dataset() for i in batch]
         everyone = rank_session.collective.gather_objects(mine)
         assert sorted(everyone[0] + everyone[1]) == list(range(20))
         epochs.append(everyone)
@@ -316,8 +318,10 @@ def test_a_distributed_model_saves_once_and_whole(rank_session, keras, tf, tmp_p
         written.append(name)
     loaded = keras.models.load_model(f"{folder}/m.keras")  # there on every rank
     assert_same_everywhere(rank_session, loaded.weights)
-    assert type(loaded).save is original and "fit" not in vars(loaded)
+    assert type(loaded).save is original
+    assert "fit" not in vars(loaded)
     plain = classifier(keras)
+    plain.optimizer.build(plain.trainable_variables)
     plain.load_weights(f"{folder}/w.weights.h5")
     for a, b in zip(plain.weights, model.weights, strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
@@ -348,10 +352,7 @@ def test_what_is_put_on_a_model_is_taken_away(rank_session, keras):
     assert not {"fit", "evaluate", "predict", "save", "save_weights", "export", "train_step",
                 "_get_metrics_result_or_logs"} & left
     assert not hvdtrain.is_distributed(model.optimizer)
-    with pytest.raises(hvdtrain.HvdtrainError, match=r"model = hvdtrain.distribute\(model\)"):
-        model.fit(*numbers(), verbose=0)
-    with hvdtrain.alone():
-        model.fit(*numbers(), verbose=0)
+    model.fit(*numbers(), verbose=0)  # plain Keras, on this rank alone
 
 
 @TWO
