@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ from hvdtrain.train.seeds import drawn_seed
 from hvdtrain.whole_file import whole_file
 
 _DOOR = "_hvdtrain_door"
-_OURS = ("fit", "evaluate", "predict", "save", "save_weights", "export")
+_OURS = ("fit", "evaluate", "predict", "save", "save_weights", "export", "train_on_batch")
 _FORMER = {
     "validation": "validation_data=(x_val, y_val)",
     "batch_per_rank": "batch_size=..., and config=hvdtrain.TrainConfig(batch=\"per_rank\")",
@@ -220,6 +221,7 @@ def distribute(model: Any, *, config: TrainConfig | None = None) -> Any:
             functools.partial(ours, model, config=config))
         method.__signature__ = inspect.signature(getattr(model, name))
         keras_seam.set_on_instance(model, name, method)
+    keras_seam.set_on_instance(model, "train_on_batch", _refuse_train_on_batch)
     for name in ("save", "save_weights", "export"):
         original = getattr(model, name)
         keras_seam.set_on_instance(model, name, functools.wraps(original)(
@@ -240,6 +242,13 @@ def undistribute(model: Any) -> Any:
         undo_distribution(optimizer)
     keras_model.forget_train_function(model)
     return model
+
+
+def _refuse_train_on_batch(*args: Any, **kwargs: Any) -> Any:
+    del args, kwargs
+    raise ConfigError(
+        "train_on_batch would train each rank alone, on the whole batch. Use fit, or a loop of "
+        "your own with hvdtrain.shard and hvdtrain.DistributedOptimizer (docs/from-keras.md).")
 
 
 def _save(model: Any, save: Callable[..., Any], session: Session, filepath: Any, *args: Any,
@@ -315,13 +324,16 @@ class _Door:
                               self.source_config(batch_size, shuffle=bool(shuffle)))
         batch, per_rank = self._batch(batch_size, twice=name == "validation")
         config, training = self.config, name == "training"
-        adapter = adapter_of(
-            x, y, sample_weight, per_rank=per_rank, batch_size=batch,
-            part=Part(rank=self.session.world.rank, size=self.size,
-                      remainder=config.remainder_as("join") if training else "join"),
-            class_weight=class_weight, shuffle=shuffle, steps=steps,
-            seed=drawn_seed() if config.seed is None else config.seed,
-            before_decoding=config.divide == "samples")
+        with warnings.catch_warnings():
+            if not self.session.world.is_chief:  # Keras warns, and once is enough
+                warnings.simplefilter("ignore")
+            adapter = adapter_of(
+                x, y, sample_weight, per_rank=per_rank, batch_size=batch,
+                part=Part(rank=self.session.world.rank, size=self.size,
+                          remainder=config.remainder_as("join") if training else "join"),
+                class_weight=class_weight, shuffle=shuffle, steps=steps,
+                seed=drawn_seed() if config.seed is None else config.seed,
+                before_decoding=config.divide == "samples")
         if training and batch != batch_size and not isinstance(adapter, ArrayAdapter):
             raise ConfigError(
                 f"batch_per_rank and batch_global cannot change the batches that {_kind_of(x)} "

@@ -166,6 +166,24 @@ def test_fit_is_that_of_keras(case, ranks, rank_session, keras, tf):
     assert_same_everywhere(rank_session, ours.weights)
 
 
+@TWO
+@pytest.mark.parametrize("compiled", [{"steps_per_execution": 2}, {"run_eagerly": True}],
+                         ids=lambda compiled: next(iter(compiled)))
+def test_settings_of_compile(compiled, rank_session, keras, tf):
+    import hvdtrain
+    plain, ours = (classifier(keras, **compiled) for _ in range(2))
+    hvdtrain.distribute(ours)
+    for data in (numbers(), (rows(tf).batch(16),)):
+        given = {"batch_size": 15, "epochs": 2, "shuffle": False, "verbose": 0}
+        with hvdtrain.alone():
+            expected = plain.fit(*data, **given, validation_data=rows(tf, 20).batch(6))
+        history = ours.fit(*data, **given, validation_data=rows(tf, 20).batch(6))
+        assert_like_plain(ours, plain, history, expected)
+    np.testing.assert_allclose(ours.predict(numbers()[0], verbose=0),
+                               plain.predict(numbers()[0], verbose=0), atol=1e-6)
+    assert ours.steps_per_execution == plain.steps_per_execution
+
+
 @both
 @pytest.mark.parametrize("named", [True, False], ids=["dictionaries", "lists"])
 def test_several_inputs_and_outputs(named, ranks, rank_session, keras, tf):
@@ -382,6 +400,8 @@ def test_mistakes_of_scripts_are_told_on_all_ranks(rank_session, keras, tf):
         model.fit(x[:40 + rank], y[:40 + rank], verbose=0)
     with pytest.raises(ConfigError, match="rank 0 calls fit with arrays, rank 1 calls evaluate"):
         (model.fit if rank == 0 else model.evaluate)(x, y, verbose=0)
+    with pytest.raises(ConfigError, match="train_on_batch would train each rank alone"):
+        model.train_on_batch(x, y)
     with pytest.raises(ConfigError, match="distribute takes a keras.Model. Received: list"):
         hvdtrain.distribute([model])
     other = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3 + rank)])
