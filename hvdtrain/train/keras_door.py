@@ -29,7 +29,7 @@ from hvdtrain.data.part import Part
 from hvdtrain.data.source import Source
 from hvdtrain.data.stream import StreamSource
 from hvdtrain.data.weights import weighted
-from hvdtrain.errors import ConfigError
+from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.optim import keras_model, keras_seam, state
 from hvdtrain.optim.as_set import undo_distribution
 from hvdtrain.optim.keras_seam import Hidden
@@ -311,6 +311,7 @@ class _Door:
              batch_size: int | None = None, class_weight: Any = None, shuffle: Any = False,
              steps: int | None = None) -> Feed:
         """The data of one call, divided over the ranks."""
+        _refuse_targets_in_inputs(model, x, y)
         if isinstance(x, (Source, StreamSource)):
             given = [k for k, v in (("y", y), ("sample_weight", sample_weight),
                                     ("steps", steps)) if v is not None]
@@ -371,6 +372,28 @@ class _Door:
         per_rank = "batch_per_rank" in given or (
             "batch_global" not in given and config.batch == "per_rank")
         return next(iter(given.values()), None), per_rank
+
+
+def _refuse_targets_in_inputs(model: Any, x: Any, y: Any) -> None:
+    """Refuse data of another form than Keras takes, which it would tell in words of shapes.
+
+    Raises:
+        DataError: Saying what to write instead.
+    """
+    shape = keras_model.only_input_shape(model)
+    if shape is None or y is not None:
+        return
+    if isinstance(x, tuple) and len(x) in (2, 3) and is_arrays(x):
+        raise DataError(
+            f"A tuple of {len(x)} arrays was given as x: in Keras that is {len(x)} inputs, and the "
+            "model has one. Write fit(model, x, y) or fit(model, x, y, sample_weight=...).")
+    if isinstance(x, tf.data.Dataset):
+        spec = x.element_spec[0] if isinstance(x.element_spec, tuple) else x.element_spec
+        if isinstance(spec, tf.TensorSpec) and spec.shape.rank == len(shape) - 1:
+            raise DataError(
+                f"The data set has elements of shape {tuple(spec.shape)}, which are single samples "
+                f"of the model's input {tuple(shape)}. Keras takes batches: write "
+                "dataset.batch(batch_size), or hvdtrain.StreamSource(dataset).")
 
 
 def _kind_of(x: Any) -> str:
