@@ -2,7 +2,7 @@
 
 Who owns what:
 
-- the doors: `hvdtrain.fit` and `hvdtrain.distribute` in `train.keras_door`, jobs in `run`;
+- the doors: `hvdtrain.fit` in `train.keras_door`, `train.distribute`, jobs in `run`;
 - what comes first: `train.prepare`;
 - data: `train.feed`; `data.shard.ShardPlan` and `data.part.Part` decide which samples;
 - steps in which ranks do not count alike: `optim.shares`;
