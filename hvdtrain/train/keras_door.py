@@ -232,6 +232,8 @@ class _Door:
             raise ConfigError(
                 f"batch_per_rank and batch_global cannot change the batches that {_kind_of(x)} "
                 "makes. Leave them out: config.batch says what those batches mean.")
+        if adapter.num_batches == 0:
+            raise DataError(f"The {name} data are empty; at least one sample is needed.")
         feed = KerasFeed(adapter, self.session, name, steps)
         feed.check(model)
         return feed
