@@ -66,16 +66,19 @@ def compare_command(
     from hvdtrain.bench.page import can_plot, write_page
     from hvdtrain.bench.plan import make_plan
     from hvdtrain.bench.show import show
-    from hvdtrain.cli.launch import check_job
+    from hvdtrain.cli.fit import check_fit
+    from hvdtrain.launch.rank_command import own_words
 
     options = CompareOptions(
         job=job, engines=_words(engines), workers=workers, servers=ps, epochs=epochs,
         batch_per_rank=batch_per_rank, rounds=rounds, threads=threads, target=target,
         network=_words(network), hosts=_numbers("--hosts", hosts), servers_on=servers_on,
         sweep=sweep, output=output, overwrite=overwrite, timeout_s=timeout)
-    check_job([job])
     plan = make_plan(options, cores=len(os.sched_getaffinity(0)),
                      program=(sys.executable, "-m", "hvdtrain"), environ=os.environ)
+    for run in plan.runs:
+        words = own_words(run.command)
+        check_fit([job, *words[words.index(plan.points[run.point].job) + 1:]])
     if dry_run:
         print(plan.render(), end="")
         return

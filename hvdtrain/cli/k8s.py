@@ -6,13 +6,16 @@ Registered with `app.add_typer(k8s_app, name="k8s")`.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import hvdtrain
+from hvdtrain.cli.fit import check_fit
 from hvdtrain.cli.launch import LAUNCH_SETTINGS
+from hvdtrain.cli.settings import Set, settings_env
 from hvdtrain.cli.slurm import SubmitCommand, typed
 from hvdtrain.submit.k8s_options import (
     CLEAN_POD_POLICIES,
@@ -66,8 +69,8 @@ def mpijob_command(
     slots_per_worker: Annotated[int | None, _option(
         "Ranks in each pod. Default: one per GPU, else 1.", "--slots-per-worker")] = None,
     gpus_per_worker: Gpus = KubernetesOptions.gpus_per_worker, cpu: Cpu = None,
-    memory: Memory = None, env: Env = None, pvc: Pvc = None, shm: Shm = KubernetesOptions.shm,
-    service_account: ServiceAccount = None,
+    memory: Memory = None, env: Env = None, settings: Set = None, pvc: Pvc = None,
+    shm: Shm = KubernetesOptions.shm, service_account: ServiceAccount = None,
     restart_policy: Annotated[str, _option(
         f"Of the pods: {', '.join(RESTART_POLICIES['mpijob'])}.", "--restart-policy",
         default=True)] = KubernetesOptions.restart_policy,
@@ -83,7 +86,7 @@ def mpijob_command(
 
     hvdtrain k8s mpijob --name digits --image IMAGE --workers 2 --gpus-per-worker 4 -- fit JOB
     """
-    _write(ctx, command, file, KubernetesOptions(
+    _write(ctx, command, file, settings, KubernetesOptions(
         kind="mpijob", name=name, image=image, namespace=namespace, workers=workers,
         slots_per_worker=slots_per_worker, gpus_per_worker=gpus_per_worker, cpu=cpu,
         memory=memory, env=tuple(env or ()), pvc=tuple(pvc or ()), shm=shm,
@@ -100,8 +103,8 @@ def tfjob_command(
         "Pods that hold the parameters, for engine ps.", "--ps",
         default=True)] = KubernetesOptions.servers,
     gpus_per_worker: Gpus = KubernetesOptions.gpus_per_worker, cpu: Cpu = None,
-    memory: Memory = None, env: Env = None, pvc: Pvc = None, shm: Shm = KubernetesOptions.shm,
-    service_account: ServiceAccount = None,
+    memory: Memory = None, env: Env = None, settings: Set = None, pvc: Pvc = None,
+    shm: Shm = KubernetesOptions.shm, service_account: ServiceAccount = None,
     restart_policy: Annotated[str, _option(
         f"Of the pods: {', '.join(RESTART_POLICIES['tfjob'])}.", "--restart-policy",
         default=True)] = KubernetesOptions.restart_policy,
@@ -116,7 +119,7 @@ def tfjob_command(
 
     With parameter servers: hvdtrain k8s tfjob ... --workers 4 --ps 2 -- fit JOB
     """
-    _write(ctx, command, file, KubernetesOptions(
+    _write(ctx, command, file, settings, KubernetesOptions(
         kind="tfjob", name=name, image=image, namespace=namespace, workers=workers,
         servers=ps, gpus_per_worker=gpus_per_worker, cpu=cpu, memory=memory, env=tuple(env or ()),
         pvc=tuple(pvc or ()), shm=shm, service_account=service_account,
@@ -125,7 +128,7 @@ def tfjob_command(
 
 
 def _write(ctx: typer.Context, command: list[str], file: Path | None,
-           options: KubernetesOptions) -> None:
+           settings: list[str] | None, options: KubernetesOptions) -> None:
     # Imported here, so that `hvdtrain --help` does not wait for them.
     from hvdtrain.launch.rank_command import split_command
     from hvdtrain.submit.files import write_generated
@@ -133,6 +136,9 @@ def _write(ctx: typer.Context, command: list[str], file: Path | None,
     from hvdtrain.submit.yaml_text import to_yaml
 
     ranks = split_command(command, f"hvdtrain k8s {options.kind}")
+    if ranks.is_fit:
+        check_fit(ranks.own_words[1:], elsewhere=True)
+    options = replace(options, env=(*settings_env(ranks, settings), *options.env))
     text = to_yaml(make_manifest(options, ranks), hvdtrain.__version__, typed(ctx))
     if file is None:
         print(text, end="")

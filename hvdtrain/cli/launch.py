@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer.core import TyperCommand
 
+from hvdtrain.cli.fit import check_fit
 from hvdtrain.cli.hosts import (
     Hostfile,
     NetworkInterface,
@@ -21,9 +21,10 @@ from hvdtrain.cli.hosts import (
     SshPort,
     split_networks,
 )
-from hvdtrain.errors import ConfigError, LaunchError
+from hvdtrain.cli.settings import Set, settings_env
+from hvdtrain.errors import LaunchError
 from hvdtrain.launch.options import COLLECTIVES, STARTERS, ElasticOptions, LaunchOptions
-from hvdtrain.launch.rank_command import RankCommand, split_command
+from hvdtrain.launch.rank_command import split_command
 from hvdtrain.launch.remote_shell import RemoteOptions, asks_about_keys
 
 # The first word that is no option begins the command; its own options are left alone.
@@ -63,6 +64,7 @@ def launch_command(
         help=f"What moves the bytes: {', '.join(COLLECTIVES)}.")] = LaunchOptions.collective,
     env: Annotated[list[str] | None, typer.Option(
         "--env", "-x", metavar="VAR[=VALUE]", help="A variable for the ranks; repeatable.")] = None,
+    settings: Set = None,
     output: Annotated[Path | None, typer.Option(
         help="Directory for one log file per rank.")] = None,
     timeout: Annotated[float | None, typer.Option(
@@ -102,11 +104,18 @@ def launch_command(
     from hvdtrain.launch.render import render
 
     ranks = split_command(command, "hvdtrain launch")
+    asked = check_fit(ranks.own_words[1:]).get("collective", "auto") if ranks.is_fit else "auto"
+    if "auto" not in (asked, collective) and asked != collective:
+        raise LaunchError(f"launch was given --collective {collective}, but the command "
+                          f"--collective {asked}. Expected one of them.")
+    if asked == "auto" != collective and ranks.is_fit:
+        ranks = ranks.with_words("--collective", collective)
     options = LaunchOptions(
-        command=with_collective(ranks, collective).argv, np=np, hosts=hosts, hostfile=hostfile,
-        starter=starter, env=tuple(env or ()), output=output, timeout_s=timeout, grace_s=grace,
+        command=ranks.argv, np=np, hosts=hosts, hostfile=hostfile,
+        starter=starter, output=output, timeout_s=timeout, grace_s=grace,
+        env=(*settings_env(ranks, settings, own=("collective",)), *(env or ())),
         preload=preload, verbose=verbose or ranks.own_words[:1] == ("world",),
-        collective=collective_of(ranks, collective),
+        collective=collective if asked == "auto" else asked,
         remote=RemoteOptions(port=ssh_port, identity_file=ssh_identity_file),
         network_interface=split_networks(network_interface),
         start_timeout_s=start_timeout, elastic=ElasticOptions(
@@ -125,60 +134,3 @@ def launch_command(
         for note in plan.notes:
             print(f"hvdtrain launch: {note}", file=sys.stderr, flush=True)
     raise typer.Exit(launch(plan))
-
-
-def with_collective(command: RankCommand, collective: str) -> RankCommand:
-    """The command of the ranks, with the option of `launch` where it has none of its own.
-
-    Raises:
-        ConfigError: Its job file is missing or wrong.
-    """
-    if not command.is_fit:
-        return command
-    check_job(list(command.own_words[1:]))
-    if collective == "auto" or _asked_in(command) is not None:
-        return command
-    return command.with_words("--collective", collective)
-
-
-def check_job(words: list[str]) -> None:
-    """Tell a mistake in a job file once, here, rather than on every rank.
-
-    Raises:
-        ConfigError: The job file is missing or wrong.
-    """
-    from hvdtrain.job import DEFAULT_JOB, check_default_job, read_job_file
-    if not words:
-        check_default_job()
-    for word in words or [DEFAULT_JOB]:
-        path = Path(word)
-        if path.suffix == ".toml" and not word.startswith("-"):
-            read_job_file(path)
-            return
-        if path.suffix == ".py" and not word.startswith("-") and not path.is_file():
-            raise ConfigError(f"The job file {path} does not exist. Give a .toml file, a .py "
-                              "file or a module; examples/ has some of each.")
-
-
-def collective_of(command: RankCommand, collective: str) -> str:
-    """The collective that the ranks will use: the option of `launch`, or that of the command.
-
-    Raises:
-        LaunchError: They differ.
-    """
-    asked = _asked_in(command)
-    if asked is None or asked == collective:
-        return collective
-    if collective != "auto":
-        raise LaunchError(f"launch was given --collective {collective}, but the command "
-                          f"--collective {asked}. Expected one of them.")
-    return asked
-
-
-def _asked_in(command: RankCommand) -> str | None:
-    words = command.own_words if command.is_fit else ()
-    for word, following in pairwise((*words, "")):
-        name, equals, value = word.partition("=")
-        if name == "--collective":
-            return value if equals else following
-    return None

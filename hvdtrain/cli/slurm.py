@@ -12,7 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from hvdtrain.cli.launch import LaunchCommand, check_job
+from hvdtrain.cli.fit import check_fit
+from hvdtrain.cli.launch import LaunchCommand
+from hvdtrain.cli.settings import Set, settings_env
 from hvdtrain.submit.slurm_options import SlurmOptions
 
 _TYPED = "hvdtrain.typed"
@@ -69,6 +71,7 @@ def slurm_command(
         "An environment module to load; repeatable.", "--module")] = None,
     env: Annotated[list[str] | None, _option(
         "A variable for the ranks; repeatable.", "--env", "-x", metavar="VAR[=VALUE]")] = None,
+    settings: Set = None,
     venv: Annotated[Path | None, _option(
         "A virtual environment to activate. Default: none; this Python is named.",
         "--venv")] = None,
@@ -105,12 +108,13 @@ def slurm_command(
 
     ranks = split_command(command, "hvdtrain slurm")
     if ranks.is_fit:
-        check_job(list(ranks.own_words[1:]))
+        check_fit(ranks.own_words[1:])
     options = with_absolute_venv(SlurmOptions(
         nodes=nodes, ntasks=ntasks, ntasks_per_node=ntasks_per_node, gpus_per_node=gpus_per_node,
         cpus_per_task=cpus_per_task, mem=mem, time=time, partition=partition, account=account,
         qos=qos, constraint=constraint, job_name=job_name, output=output,
-        modules=tuple(module or ()), env=tuple(env or ()), venv=venv, program=program,
+        modules=tuple(module or ()), env=(*settings_env(ranks, settings), *(env or ())),
+        venv=venv, program=program,
         signal_before_s=signal_before, requeue=requeue, max_requeues=max_requeues, wait_s=wait,
         extra=tuple(extra or ())))
     text = make_script(options, ranks, made_by=typed(ctx))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
+from hvdtrain.config import CollectiveName
 from hvdtrain.errors import ConfigError
 from hvdtrain.launch.remote_shell import RemoteOptions
 from hvdtrain.settings import check_finite
 from hvdtrain.world.network import check_wanted
 
 STARTERS = ("auto", "native", "srun", "horovodrun", "mpirun")
-COLLECTIVES = ("auto", "horovod-gloo", "horovod-mpi", "mpi4py", "single")
+COLLECTIVES: tuple[str, ...] = get_args(CollectiveName)
 
 
 @dataclass(frozen=True, kw_only=True)
