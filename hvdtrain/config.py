@@ -57,14 +57,15 @@ class ReductionConfig:
     """Settings of gradients that a run and a single optimizer have in common."""
 
     sparse: Sparse = setting(
-        "auto", "How gradients of embeddings travel. The rows that were used (`gather`), the whole "
-        "table (`dense`), or what suits sizes and link (`auto`).",
+        "auto", "How gradients of embeddings travel. `gather` sends the rows that were used, "
+        "`dense` the whole table, and `auto` decides by sizes and link.",
         group=_GRADIENTS, engines=_ALLREDUCE, see="optimizer.md#sparse-gradients")
     compression: Compression = setting(
-        "none", "How gradients travel: whole, in half the bytes, or in part. As float16 (`fp16`), "
-        "of gradients that were divided first; as bfloat16 with sums in float32 (`bf16`); the "
-        "largest elements (`topk`); two thin matrices whose product they nearly are (`lowrank`). "
-        "What the last two have not sent is added to the next gradient.", group=_GRADIENTS,
+        "none", "How gradients travel: whole, in half the bytes, or in part. `none` sends them as "
+        "they are. `fp16` sums in float16, of gradients that were divided first; `bf16` sends "
+        "bfloat16 and sums in float32; `topk` sends the largest elements, `lowrank` two thin "
+        "matrices whose product a gradient nearly is. What these two have not sent is added to "
+        "the next gradient.", group=_GRADIENTS,
         engines=_ALLREDUCE, instead="Leave it out; engine 'ps' has --ps-wire-dtype bfloat16.",
         see="optimizer.md#compression")
     topk_ratio: float = setting(
@@ -121,30 +122,30 @@ class TrainConfig(ReductionConfig):
         instead="Give batch_per_rank.")
     batch: BatchMeaning = setting(
         "global", "What the `batch_size` of Keras' `fit`, `evaluate` and `predict` means, and the "
-        "batches of a data set that is given to them. Samples over all ranks (`global`), which "
-        "each take a part, so that the result is that of the script on one process; or samples on "
-        "each (`per_rank`).", group=_BATCHES,
+        "batches of a data set that is given to them. `global`: samples over all ranks, each of "
+        "which takes a part, so that the result is that of the script on one process; `per_rank`: "
+        "samples on each.", group=_BATCHES,
         script_only="it says what batch_size of model.fit means; a job gives batch_per_rank or "
                     "batch_global.")
     shuffle: bool = setting(
-        True, "Reshuffle all samples before each epoch. From the seed and the number of the epoch; "
-        "with `shard = \"file\"` those of each rank.", group=_BATCHES)
+        True, "Reshuffle all samples before each epoch. The order follows from the seed and the "
+        "number of the epoch; with `shard = \"file\"` each rank shuffles its own.", group=_BATCHES)
     remainder: Remainder = setting(
-        "auto", "What to do when a batch does not divide by the ranks. Divide it as it is and "
-        "weight each rank by its samples (`join`), as one process would train; or repeat up to "
-        "N-1 samples (`pad`) or leave up to N-1 out (`drop`), so that all ranks have as many. "
-        "`auto`: `join`, and `pad` for a model of a fixed batch and for other engines.",
+        "auto", "What to do when a batch does not divide by the ranks. `join` divides it as it is "
+        "and weights each rank by its samples, as one process would train; `pad` repeats up to "
+        "N-1 samples and `drop` leaves up to N-1 out, so that all ranks have as many. `auto` is "
+        "`join`, and `pad` for a model of a fixed batch and for other engines.",
         group=_BATCHES, engines=_ALLREDUCE, everywhere=("pad", "drop"),
         instead="Use remainder='pad' or 'drop'.")
     divide: Divide = setting(
-        "samples", "When a `tf.data` pipeline is divided over the ranks. Before its samples are "
-        "decoded, where its steps allow it (`samples`); or after its batches are made, by every "
-        "rank (`batches`), so that random augmentation is that of one process.", group=_BATCHES,
+        "samples", "When a `tf.data` pipeline is divided over the ranks. `samples`: before its "
+        "samples are decoded, where its steps allow it; `batches`: after its batches are made, by "
+        "every rank, so that random augmentation is that of one process.", group=_BATCHES,
         engines=_ALLREDUCE)
     lr_scaling: str = setting(
         "linear", "Factor on the learning rate for N ranks: linear, sqrt, none, module:function. "
-        "N (`linear`), the square root of N (`sqrt`), 1 (`none`), or what a function of yours "
-        "gives for N (`module:function`).", group=_RATE)
+        "That is N (`linear`), the square root of N (`sqrt`), 1 (`none`), or what a function of "
+        "yours gives for N (`module:function`).", group=_RATE)
     warmup_epochs: float = setting(
         0.0, "Rise from the unscaled to the scaled learning rate over so many epochs, step by "
         "step.", least=0, group=_RATE)

@@ -30,8 +30,8 @@ class PsConfig:
         1, "Ranks that hold the parameters. The ranks are the chief, the workers, the servers and, "
         "if there is one, the evaluator, in this order.", least=1, option="--ps")
     mode: PsMode = setting(
-        "async", "Apply each gradient when it arrives (async), or the mean of several (sync). The "
-        "mean is that of `replicas_to_aggregate` gradients, as of one process with so many "
+        "async", "Apply each gradient when it arrives (`async`), or the mean of several (`sync`). "
+        "The mean is that of `replicas_to_aggregate` gradients, as of one process with so many "
         "batches.")
     replicas_to_aggregate: int | None = setting(
         None, "Mode `sync`: gradients per update.", least=1, option="--ps-replicas",
@@ -46,8 +46,8 @@ class PsConfig:
         10, "Mode `async`: batches that a worker trains on before it reports. 1 with `staleness`.",
         least=1)
     placement: Placement = setting(
-        "greedy", "Which server gets which parameter. The one with the fewest bytes (`greedy`), or "
-        "in turn (`round_robin`).")
+        "greedy", "Which server gets which parameter. `greedy`: the one with the fewest bytes; "
+        "`round_robin`: in turn.")
     partitioner: str = setting(
         "none", "How large parameters are cut along their first axis: `none`, `fixed:SHARDS`, "
         "`min_size:BYTES[:MAX_SHARDS]` or `max_size:BYTES[:MAX_SHARDS]`.")
@@ -60,8 +60,8 @@ class PsConfig:
     wire_dtype: WireDtype = setting(
         "float32", "How parameters and gradients travel. They are kept in float32.")
     evaluation: PsEvaluation = setting(
-        "distributed", "Where validation runs after an epoch: on the workers, or on the chief "
-        "(direct).")
+        "distributed", "Where validation runs after an epoch: on the workers (`distributed`), or "
+        "on the chief (`direct`).")
     evaluator: bool = setting(
         False, "The last rank evaluates each checkpoint on its own, beside the training.",
         option="--evaluator/--no-evaluator")
