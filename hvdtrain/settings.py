@@ -19,6 +19,7 @@ from hvdtrain.errors import ConfigError
 ConfigT = TypeVar("ConfigT")
 T = TypeVar("T")
 _SAID = "hvdtrain"
+_FIELDS: dict[Any, dict[str, Setting]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +117,12 @@ def table(cls: type[T], text: str, **said: Any) -> T:
 
 def fields_of(cls: Any) -> dict[str, Setting]:
     """The fields of a config dataclass by name."""
-    hints = typing.get_type_hints(cls)
-    return {field.name: dataclasses.replace(
-        field.metadata.get(_SAID, Setting()), name=field.name, hint=hints[field.name],
-        default=field.default) for field in dataclasses.fields(cls)}
+    if cls not in _FIELDS:
+        hints = typing.get_type_hints(cls)
+        _FIELDS[cls] = {field.name: dataclasses.replace(
+            field.metadata.get(_SAID, Setting()), name=field.name, hint=hints[field.name],
+            default=field.default) for field in dataclasses.fields(cls)}
+    return _FIELDS[cls]
 
 
 def settings_in(cls: Any) -> dict[str, Setting]:
