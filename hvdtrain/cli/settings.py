@@ -51,7 +51,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
     """Give a command options for settings: its parameter `changes` gets what was given, by name."""
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def run(**given: Any) -> None:
-            said = {name: given.pop(_parameter(name)) for name in names}
+            said = {name: given.pop(_parameter(name), None) for name in names}
             command(**given, changes={k: value for k, value in said.items() if value is not None})
 
         plain = inspect.signature(command, eval_str=True)
