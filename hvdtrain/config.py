@@ -201,7 +201,7 @@ class TrainConfig(ReductionConfig):
     hang_timeout_s: float = setting(
         300.0, "End the run where no rank has gone on, or one has not answered, for so many "
         "seconds, and name it. `0`: never.", least=1, most=1_000_000, off=0,
-        option="--hang-timeout", metavar="SECONDS", group=_CHECKS,
+        metavar="SECONDS", group=_CHECKS,
         see="failures.md#the-watchdog")
     ps: PsConfig = table(PsConfig, "Settings of engine `ps`.", group=_PS, engines=("ps",),
                          instead="Use engine 'ps', or leave it out.")

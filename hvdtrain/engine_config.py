@@ -70,7 +70,7 @@ class PsConfig:
         least=0, option="--max-restarts")
     start_timeout_s: float = setting(
         600.0, "How long to wait for all ranks at the start, and for one that was started again.",
-        least=1, option="--ps-start-timeout", metavar="SECONDS")
+        least=1, metavar="SECONDS")
 
     def __post_init__(self) -> None:
         check(self)

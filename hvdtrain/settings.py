@@ -51,6 +51,8 @@ class Setting:
     """Values that the other engines have too, beside the default."""
     instead: str = "Leave it out."
     """What to do with another engine."""
+    only: str = ""
+    """The one command that has it, of several; empty: all."""
     script_only: str = ""
     """Why it has no meaning in a job; empty: it has."""
     name: str = ""
@@ -107,6 +109,11 @@ def setting(default: T, text: str, **said: Any) -> T:
     """A field of a config dataclass: its default, what it does, and fields of `Setting`."""
     return dataclasses.field(
         default=default, metadata={_SAID: Setting(text=text, **said)})
+
+
+def required(text: str, **said: Any) -> Any:
+    """A field without a default."""
+    return setting(dataclasses.MISSING, text, **said)
 
 
 def table(cls: type[T], text: str, **said: Any) -> T:

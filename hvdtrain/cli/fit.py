@@ -9,18 +9,18 @@ from typing import Annotated, Any
 import typer
 import typer.main
 
-from hvdtrain.cli.settings import SETTINGS, changes_of, with_settings
+from hvdtrain.cli.settings import SETTINGS, given_of, with_settings
 from hvdtrain.errors import ConfigError
 from hvdtrain.job import DEFAULT_JOB, check_default_job, read_job_file, refuse_in_job
 
 
-@with_settings(*SETTINGS)
+@with_settings(SETTINGS.values())
 def fit_command(
     job: Annotated[str | None, typer.Argument(
         help="A .toml file, a .py file, or package.module.",
         show_default="hvdtrain.toml of this folder")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan only.")] = False,
-    *, changes: dict[str, Any],
+    *, given: dict[str, Any],
 ) -> None:
     """Train JOB. The same on one process and under every starter.
 
@@ -32,7 +32,7 @@ def fit_command(
     The defaults are those of a job that says nothing else.
     """
     from hvdtrain.rank_main import fit_on_this_rank
-    fit_on_this_rank(job, changes, dry_run=dry_run)
+    fit_on_this_rank(job, given, dry_run=dry_run)
 
 
 def check_fit(words: Sequence[str], *, elsewhere: bool = False) -> dict[str, Any]:
@@ -50,19 +50,19 @@ def check_fit(words: Sequence[str], *, elsewhere: bool = False) -> dict[str, Any
     """
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.command()(fit_command)
-    parsed = typer.main.get_command(app).make_context("hvdtrain fit", list(words)).params
-    job, changes = parsed["job"], changes_of(parsed)
-    refuse_in_job(changes)
-    for name, value in changes.items():
+    typed = typer.main.get_command(app).make_context("hvdtrain fit", list(words)).params
+    job, given = typed["job"], given_of(SETTINGS.values(), typed)
+    refuse_in_job(given)
+    for name, value in given.items():
         SETTINGS[name].check(value)
     if elsewhere:
-        return changes
+        return given
     if job is None:
         check_default_job()
     path = Path(job or DEFAULT_JOB)
     if path.suffix == ".toml":
-        read_job_file(path).train.with_options(changes)
+        read_job_file(path).train.with_options(given)
     elif path.suffix == ".py" and not path.is_file():
         raise ConfigError(f"The job file {path} does not exist. Give a .toml file, a .py "
                           "file or a module; examples/ has some of each.")
-    return changes
+    return given

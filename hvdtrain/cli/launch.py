@@ -27,6 +27,9 @@ from hvdtrain.launch.options import COLLECTIVES, STARTERS, ElasticOptions, Launc
 from hvdtrain.launch.rank_command import split_command
 from hvdtrain.launch.remote_shell import RemoteOptions, asks_about_keys
 
+Command = Annotated[list[str], typer.Argument(
+    metavar="COMMAND", help="An hvdtrain command with its arguments, as in `fit JOB`; or `--` and "
+    "any program, as in `-- python train.py`.")]
 # The first word that is no option begins the command; its own options are left alone.
 LAUNCH_SETTINGS = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 
@@ -43,9 +46,7 @@ class LaunchCommand(TyperCommand):
 
 
 def launch_command(
-    command: Annotated[list[str], typer.Argument(
-        metavar="COMMAND", help="An hvdtrain command with its arguments, as in `fit JOB`; or "
-        "`--` and any program, as in `-- python train.py`.")],
+    command: Command,
     np: Annotated[int | None, typer.Option(
         "-np", "--np", help="Number of ranks.", show_default="all slots of -H")] = None,
     hosts: Annotated[str | None, typer.Option(

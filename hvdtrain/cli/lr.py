@@ -9,11 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from hvdtrain.cli.settings import with_settings
+from hvdtrain.cli.settings import SETTINGS, with_settings
 from hvdtrain.errors import ConfigError
 
 
-@with_settings("epochs", "batch_per_rank", "batch_global", "lr_scaling", "warmup_epochs")
+@with_settings(SETTINGS[name] for name in (
+    "epochs", "batch_per_rank", "batch_global", "lr_scaling", "warmup_epochs"))
 def lr_command(
     job: Annotated[str, typer.Argument(help="A .toml file, a .py file, or package.module.")],
     ranks: Annotated[int, typer.Option("--ranks", "-np", min=1, help="Number of ranks.")] = 1,
@@ -22,7 +23,7 @@ def lr_command(
         metavar="FILE", help="Draw the curve: .png, .svg or .pdf.")] = None,
     to_csv: Annotated[Path | None, typer.Option(
         "--csv", metavar="FILE", help="Write every step to a CSV file.")] = None,
-    *, changes: dict[str, Any],
+    *, given: dict[str, Any],
 ) -> None:
     """Print the learning rate of JOB on so many ranks, with scaling, warmup and schedule.
 
@@ -32,7 +33,7 @@ def lr_command(
         raise ConfigError(f"--plot is {str(plot)!r}. Expected a file name that ends in .png, .svg "
                           "or .pdf.")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    curve = _curve(job, ranks, changes)
+    curve = _curve(job, ranks, given)
     _show(curve, points)
     if to_csv is not None:
         to_csv.parent.mkdir(parents=True, exist_ok=True)
@@ -48,10 +49,10 @@ def lr_command(
         print(f"hvdtrain lr: {plot}")
 
 
-def _curve(target: str, ranks: int, changes: dict[str, Any]) -> Any:
+def _curve(target: str, ranks: int, given: dict[str, Any]) -> Any:
     from hvdtrain.entry import load_job
     job = load_job(target)
-    config = job.config.with_options(changes)
+    config = job.config.with_options(given)
     from hvdtrain.collectives.single import SingleCollective
     from hvdtrain.data.source import splits_of
     from hvdtrain.optim import DistributedOptimizer

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -42,46 +44,51 @@ class GroupedCommand(TyperCommand):
 
 def words_of(one: Setting) -> tuple[str, ...]:
     """The names of a setting's option, as typer takes them."""
-    word = "--" + one.name.replace(".", "-").replace("_", "-")
+    word = "--" + one.name.removesuffix("_s").replace(".", "-").replace("_", "-")
     is_flag = one.hint in (bool, bool | None)
     return tuple((one.option or (f"{word}/--no-{word[2:]}" if is_flag else word)).split(","))
 
 
-def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command options for settings: its parameter `changes` gets what was given, by name."""
+def with_settings(settings: Iterable[Setting]) -> Callable[[Callable[..., None]], Any]:
+    """Give a command options for settings: its parameter `given` gets what was typed, by name."""
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        def run(**given: Any) -> None:
-            said = {name: given.pop(_parameter(name), None) for name in names}
-            command(**given, changes={k: value for k, value in said.items() if value is not None})
+        def run(**typed: Any) -> None:
+            command(given=given_of(settings, typed), **{
+                name: value for name, value in typed.items() if name in own})
 
         plain = inspect.signature(command, eval_str=True)
-        own = [p.replace(kind=p.KEYWORD_ONLY) for p in plain.parameters.values()
-               if p.name != "changes"]
+        own = {name: parameter.replace(kind=parameter.KEYWORD_ONLY)
+               for name, parameter in plain.parameters.items() if name != "given"}
         run.__signature__ = plain.replace(  # type: ignore[attr-defined]
-            parameters=[*own, *(_option(SETTINGS[name]) for name in names)])
+            parameters=[*own.values(), *map(_option, settings)])
         run.__doc__ = command.__doc__
         return run
+    settings = tuple(settings)
     return decorate
 
 
-def changes_of(parameters: dict[str, Any]) -> dict[str, Any]:
-    """What was given of all settings, among the parameters of a parsed command line."""
-    return {name: parameters[_parameter(name)] for name in SETTINGS
-            if parameters.get(_parameter(name)) is not None}
+def given_of(settings: Iterable[Setting], typed: dict[str, Any]) -> dict[str, Any]:
+    """What was typed of these settings, among the parameters of a command line."""
+    found = {one.name: typed.get(_parameter(one)) for one in settings}
+    return {name: tuple(value) if isinstance(value, list) else value
+            for name, value in found.items() if value not in (None, [])}
 
 
-def _parameter(name: str) -> str:
-    return name.replace(".", "_")
+def _parameter(one: Setting) -> str:
+    return one.name.replace(".", "_")
 
 
 def _option(one: Setting) -> inspect.Parameter:
-    default = one.unset.replace("`", "") or ("" if one.default in (None, False) else
+    required = one.default is dataclasses.MISSING
+    default = one.unset.replace("`", "") or ("" if one.default in (None, False, ()) or required else
                                              json.dumps(one.default).strip('"'))
+    hint = list[str] if typing.get_origin(one.hint) is tuple else one.hint
     return inspect.Parameter(
-        _parameter(one.name), inspect.Parameter.KEYWORD_ONLY, default=None,
-        annotation=Annotated[one.hint | None, typer.Option(
-            *words_of(one), help=one.help, metavar=one.metavar, rich_help_panel=one.group,
-            show_default=default or False, hidden=bool(one.script_only))])
+        _parameter(one), inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if required else None,
+        annotation=Annotated[hint if required else hint | None, typer.Option(
+            *words_of(one), help=one.help, metavar=one.metavar, hidden=bool(one.script_only),
+            rich_help_panel=one.group or None, show_default=default or False)])
 
 
 def settings_env(command: RankCommand, items: Sequence[str] | None, *,
