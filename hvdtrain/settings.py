@@ -36,6 +36,8 @@ class Setting:
     """Names of its option where they are not made of its own, e.g. `--output,-o`."""
     metavar: str | None = None
     """What the help writes for the option's value; None: its type."""
+    commas: bool = False
+    """Whether one value of the option may be several, with commas."""
     unset: str = ""
     """What holds where the default None stays, in words."""
     least: float | None = None
@@ -63,7 +65,8 @@ class Setting:
     @property
     def help(self) -> str:
         """The first sentence."""
-        return self.text.partition(". ")[0].rstrip(".").replace("`", "") + "."
+        first = self.text.partition(". ")[0].replace("`", "")
+        return first if first.endswith((".", "?")) else f"{first}."
 
     @property
     def bounds(self) -> str:

@@ -30,7 +30,7 @@ File = Annotated[Path | None, typer.Option(
 
 def _options(kind: Kind) -> Iterable[Setting]:
     return (one for one in fields_of(KubernetesOptions).values()
-            if one.text and one.only in ("", kind))
+            if one.only in ("", kind))
 
 
 @k8s_app.command("mpijob", cls=SubmitCommand, context_settings=LAUNCH_SETTINGS)

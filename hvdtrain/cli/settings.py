@@ -63,15 +63,21 @@ def with_settings(settings: Iterable[Setting]) -> Callable[[Callable[..., None]]
             parameters=[*own.values(), *map(_option, settings)])
         run.__doc__ = command.__doc__
         return run
-    settings = tuple(settings)
+    settings = tuple(one for one in settings if one.text)
     return decorate
 
 
 def given_of(settings: Iterable[Setting], typed: dict[str, Any]) -> dict[str, Any]:
     """What was typed of these settings, among the parameters of a command line."""
-    found = {one.name: typed.get(_parameter(one)) for one in settings}
-    return {name: tuple(value) if isinstance(value, list) else value
-            for name, value in found.items() if value not in (None, [])}
+    found = {}
+    for one in settings:
+        value = typed.get(_parameter(one))
+        if isinstance(value, list):
+            words = ",".join(value).split(",") if one.commas and value else value
+            value = tuple(word.strip() for word in words) or None
+        if value is not None:
+            found[one.name] = value
+    return found
 
 
 def _parameter(one: Setting) -> str:
@@ -80,8 +86,8 @@ def _parameter(one: Setting) -> str:
 
 def _option(one: Setting) -> inspect.Parameter:
     required = one.default is dataclasses.MISSING
-    default = one.unset.replace("`", "") or ("" if one.default in (None, False, ()) or required else
-                                             json.dumps(one.default).strip('"'))
+    plain = required or one.default is False or one.default in (None, ())
+    default = one.unset.replace("`", "") or ("" if plain else json.dumps(one.default).strip('"'))
     hint = list[str] if typing.get_origin(one.hint) is tuple else one.hint
     return inspect.Parameter(
         _parameter(one), inspect.Parameter.KEYWORD_ONLY,
