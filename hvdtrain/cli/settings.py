@@ -72,11 +72,10 @@ def given_of(settings: Iterable[Setting], typed: dict[str, Any]) -> dict[str, An
     found = {}
     for one in settings:
         value = typed.get(_parameter(one))
-        if isinstance(value, list):
-            words = ",".join(value).split(",") if one.commas and value else value
-            value = tuple(word.strip() for word in words) or None
-        if value is not None:
-            found[one.name] = value
+        if value and one.commas:
+            value = [word.strip() for word in ",".join(value).split(",")]
+        if value not in (None, []):
+            found[one.name] = tuple(value) if isinstance(value, list) else value
     return found
 
 

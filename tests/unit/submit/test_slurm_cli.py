@@ -58,6 +58,12 @@ def test_what_cannot_be_started_is_refused(words: tuple[str, ...], kind: type[Hv
         raise result.exception or AssertionError(result.output)
 
 
+def test_a_value_of_env_stays_as_it_was_typed() -> None:
+    lines = script("-x", "A= 1, 2 ", "--env", "B", "world").splitlines()
+    assert "export A=' 1, 2 '" in lines
+    assert "export B" in lines
+
+
 def test_the_head_is_the_command_that_was_typed() -> None:
     words = ["--ntasks", "1", "--env", "A=line\nbreak", "--", "program", "it's"]
     head = invoke(*words).stdout.splitlines()[1].partition("by: ")[2]
