@@ -87,8 +87,9 @@ def train(name, compression, seed, session, options):
             compression=compression, topk_ratio=options.topk_ratio,
             approximation_rank=options.approximation_rank))
     with contextlib.redirect_stdout(io.StringIO()):
-        result = hvdtrain.fit(model, splits.train, validation=splits.validation, config=config,
-                              callbacks=[count], session=session)
+        result = hvdtrain.fit(
+            model, splits.train, validation_data=splits.validation, config=config,
+            callbacks=[count])
     per_step = (count.after - count.before) / count.steps
     sent = statistics.mean(session.collective.gather_objects(per_step))
     gradients = collective.sent.numpy() / model.optimizer.iterations.numpy()

@@ -117,7 +117,7 @@ def train_distributed(make_optimizer, session):
     config = hvdtrain.TrainConfig(
         batch_per_rank=BATCH, shuffle=False, lr_scaling="none", check_weights=True)
     with contextlib.redirect_stdout(io.StringIO()):
-        hvdtrain.fit(model, make_data(session.world.size), config=config, session=session)
+        hvdtrain.fit(model, *make_data(session.world.size), config=config)
     return model
 
 

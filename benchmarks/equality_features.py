@@ -162,7 +162,9 @@ def train(feature, session):
         model.compile(optimizer, feature.loss(keras))
         if ours:
             with contextlib.redirect_stdout(io.StringIO()):
-                hvdtrain.fit(model, (x, y, *weight), session=session, config=hvdtrain.TrainConfig(
+                hvdtrain.fit(
+                    model, x, y, sample_weight=next(iter(weight), None),
+                    config=hvdtrain.TrainConfig(
                     batch_per_rank=BATCH, shuffle=False, lr_scaling="none", **feature.config))
         else:
             model.fit(x, y, batch_size=size * BATCH, shuffle=False, verbose=0,
@@ -224,7 +226,9 @@ def uneven(session, source, shares, x, y):
                       "sparse_categorical_crossentropy")
         if ours:
             with contextlib.redirect_stdout(io.StringIO()):
-                hvdtrain.fit(model, source, session=session, config=hvdtrain.TrainConfig(
+                hvdtrain.fit(
+                    model, source,
+                    config=hvdtrain.TrainConfig(
                     batch_per_rank=BATCH, lr_scaling="none", shuffle=False))
         else:
             for begin in range(0, max(map(len, shares)), BATCH):
@@ -305,7 +309,7 @@ def evaluation(samples):
             model.compile("sgd", "binary_crossentropy", metrics=metrics_of(keras))
             return model
         expected = made().evaluate(x, y, batch_size=7, verbose=0, return_dict=True)
-        found = hvdtrain.evaluate(made(), (x, y), batch_per_rank=7, session=session)
+        found = hvdtrain.evaluate(made(), x, y, batch_size=7, return_dict=True)
         return max(abs(found[name] - float(np.mean(value))) / max(1.0, abs(float(np.mean(value))))
                    for name, value in expected.items()), None
     return evaluate
@@ -319,7 +323,7 @@ def prediction(session):
     model = reader(keras)
     x, _ = words(203)
     return largest([model.predict(x, verbose=0)],
-                   [hvdtrain.predict(model, x, session=session)]), None
+                   [hvdtrain.predict(model, x)]), None
 
 
 FEATURES_BY_NAME: dict[str, Callable[[Any], tuple[float, float | None]]] = {

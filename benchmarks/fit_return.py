@@ -48,8 +48,9 @@ def on_rank(order: dict) -> None:
         model.compile(keras.optimizers.SGD(0.01), "mse")
         output = Path(order["folder"]) / str(number)
         with contextlib.redirect_stdout(io.StringIO()):
-            hvdtrain.fit(model, (x, y), validation=(x[:100], y[:100]), callbacks=[Live()],
-                         config=hvdtrain.TrainConfig(epochs=3, output=output, tensorboard=False))
+            hvdtrain.fit(
+                model, x, y, validation_data=(x[:100], y[:100]), callbacks=[Live()],
+                config=hvdtrain.TrainConfig(epochs=3, output=output, tensorboard=False))
         times.append(time.time() - (output / "model.keras").stat().st_mtime)
         ends.append(time.time() - ended[0])
         keras.backend.clear_session(free_memory=False)

@@ -65,7 +65,7 @@ def hvdtrain_fit(job, data, steps, epochs, session):
     clock = timer()
     config = hvdtrain.TrainConfig(batch_per_rank=BATCH, epochs=epochs, lr_scaling="none")
     with contextlib.redirect_stdout(io.StringIO()):
-        hvdtrain.fit(model, data, config=config, callbacks=[clock], session=session)
+        hvdtrain.fit(model, *data, config=config, callbacks=[clock])
     return steps * (epochs - 1) / (clock.end - clock.begin)
 
 

@@ -27,5 +27,6 @@ model = keras.Sequential([
 model.compile(keras.optimizers.Adam(1e-3), "sparse_categorical_crossentropy",
               metrics=["accuracy"])
 
-hvdtrain.fit(model, (x, y), validation=(x_test, y_test),
-             config=hvdtrain.TrainConfig(batch_per_rank=32, epochs=15, lr_scaling="sqrt"))
+hvdtrain.fit(
+    model, x, y, validation_data=(x_test, y_test),
+    config=hvdtrain.TrainConfig(batch_per_rank=32, epochs=15, lr_scaling="sqrt"))

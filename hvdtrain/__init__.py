@@ -15,7 +15,6 @@ _LAZY = {
     "DataSplits": "hvdtrain.data.source",
     "DistributedGradientTape": "hvdtrain.optim",
     "DistributedOptimizer": "hvdtrain.optim",
-    "FitResult": "hvdtrain.train.fit",
     "HvdtrainError": "hvdtrain.errors",
     "Job": "hvdtrain.job",
     "LocalCluster": "hvdtrain.engines.parameter_server.local_cluster",
@@ -27,14 +26,20 @@ _LAZY = {
     "TfConfig": "hvdtrain.engine_config",
     "TrainConfig": "hvdtrain.config",
     "World": "hvdtrain.world",
+    "allgather": "hvdtrain.train.own_loop",
+    "allreduce": "hvdtrain.train.own_loop",
     "alone": "hvdtrain.train.plain_fit",
+    "broadcast": "hvdtrain.train.own_loop",
     "broadcast_variables": "hvdtrain.optim",
     "by_file": "hvdtrain.data.file_shares",
     "consolidated": "hvdtrain.optim",
     "detect_world": "hvdtrain.world.detect",
-    "evaluate": "hvdtrain.train.evaluate",
-    "fit": "hvdtrain.train.fit",
+    "distribute": "hvdtrain.train.keras_door",
+    "evaluate": "hvdtrain.train.keras_door",
+    "fit": "hvdtrain.train.keras_door",
+    "gather": "hvdtrain.train.own_loop",
     "init": "hvdtrain.session",
+    "is_chief": "hvdtrain.train.own_loop",
     "is_distributed": "hvdtrain.optim",
     "load_csv": "hvdtrain.data.csv_files",
     "load_dataset": "hvdtrain.data.in_memory",
@@ -44,9 +49,14 @@ _LAZY = {
     "load_parquet": "hvdtrain.data.parquet",
     "load_tfrecord": "hvdtrain.data.tfrecord",
     "once_per_host": "hvdtrain.data.once",
-    "predict": "hvdtrain.train.evaluate",
+    "predict": "hvdtrain.train.keras_door",
+    "print_on_chief": "hvdtrain.train.own_loop",
+    "rank": "hvdtrain.train.own_loop",
+    "shard": "hvdtrain.train.own_loop",
     "shutdown": "hvdtrain.session",
+    "size": "hvdtrain.train.own_loop",
     "sync_batchnorm": "hvdtrain.optim",
+    "undistribute": "hvdtrain.train.keras_door",
     "unpacked": "hvdtrain.data.unpack",
     "weighted": "hvdtrain.data.weights",
 }
@@ -85,10 +95,20 @@ if TYPE_CHECKING:
     from hvdtrain.session import Session as Session
     from hvdtrain.session import init as init
     from hvdtrain.session import shutdown as shutdown
-    from hvdtrain.train.evaluate import evaluate as evaluate
-    from hvdtrain.train.evaluate import predict as predict
-    from hvdtrain.train.fit import FitResult as FitResult
-    from hvdtrain.train.fit import fit as fit
+    from hvdtrain.train.keras_door import distribute as distribute
+    from hvdtrain.train.keras_door import evaluate as evaluate
+    from hvdtrain.train.keras_door import fit as fit
+    from hvdtrain.train.keras_door import predict as predict
+    from hvdtrain.train.keras_door import undistribute as undistribute
+    from hvdtrain.train.own_loop import allgather as allgather
+    from hvdtrain.train.own_loop import allreduce as allreduce
+    from hvdtrain.train.own_loop import broadcast as broadcast
+    from hvdtrain.train.own_loop import gather as gather
+    from hvdtrain.train.own_loop import is_chief as is_chief
+    from hvdtrain.train.own_loop import print_on_chief as print_on_chief
+    from hvdtrain.train.own_loop import rank as rank
+    from hvdtrain.train.own_loop import shard as shard
+    from hvdtrain.train.own_loop import size as size
     from hvdtrain.train.plain_fit import alone as alone
     from hvdtrain.world import World as World
     from hvdtrain.world.detect import detect_world as detect_world

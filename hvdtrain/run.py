@@ -33,16 +33,20 @@ def run_job(job: Job, config: TrainConfig, session: Session, *,
         dry_run: Boolean; print the plan and return.
 
     Returns:
-        A `FitResult`.
+        A `RunResult`.
     """
     import keras
 
     from hvdtrain.data.source import splits_of
-    from hvdtrain.train.fit import fit_job
+    from hvdtrain.train.feed import SourceFeed
+    from hvdtrain.train.fit import Run
     keras.utils.set_random_seed(config.seed or 0)
     with session.progress.phase("building data and model"):
         splits = splits_of(job.data())
         model = job.model()
-    return fit_job(model, splits.train, validation=splits.validation, config=config,
-               callbacks=tuple(job.callbacks()), session=session, job=job.name,
-               stop_asked=stop_asked, dry_run=dry_run)
+    run = Run(model=model, session=session, config=config, name=job.name,
+              callbacks=keras.tree.flatten(list(job.callbacks())),
+              stop_asked=stop_asked or (lambda: False))
+    validation = (None if splits.validation is None else
+                  SourceFeed(splits.validation, session, config))
+    return run.fit(SourceFeed(splits.train, session, config), validation, dry_run=dry_run)

@@ -23,15 +23,17 @@ _CANNOT_SYNCHRONIZE = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def whole_file(path: Path, *, suffix: str | None = None) -> Iterator[Path]:
     """Give a name beside `path` to write a file or folder to, which becomes `path` at the end.
 
     After an error nothing is left, and a former `path` is as it was. The folder must exist.
 
     Args:
         path: What is to be made.
+        suffix: String, the end of the name; defaults to that of `path`.
     """
-    temporary = path.with_name(f".{path.name}.tmp-{_place()}-{os.getpid()}{path.suffix}")
+    temporary = path.with_name(f".{path.name}.tmp-{_place()}-{os.getpid()}"
+                               f"{path.suffix if suffix is None else suffix}")
     try:
         yield temporary
         if temporary.is_file():

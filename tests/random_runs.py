@@ -277,6 +277,7 @@ def train_plain(case: Case, keras, data, held, steps: int):
 def train_ranks(case: Case, keras, session, data, held, folder: Path):
     """Weights and figures of all ranks, stopped and resumed as the case says."""
     import hvdtrain
+    from hvdtrain.data.source import as_source
     from hvdtrain.train.callbacks.coordinator import StoppedError
     figures: dict = {}
     for number, stop in enumerate([*case.stops, None]):
@@ -298,13 +299,14 @@ def train_ranks(case: Case, keras, session, data, held, folder: Path):
             "lr_scaling": "none", "output": folder, "resume": number > 0, "tensorboard": False,
             "overwrite": number == 0, **case.settings})
         try:
+            source = as_source(source_of(case, data), "train")
             result = hvdtrain.fit(
-                model, source_of(case, data), validation=held, config=config, session=session,
+                model, source, validation_data=held, config=config,
                 callbacks=[*callbacks_of(case, keras), Ask()], stop_asked=lambda: bool(asked))  # noqa: B023
         except StoppedError:
             continue
         for name, values in result.history.items():
-            figures[name] = (result.first_epoch, values)
+            figures[name] = (result.epoch[0], values)
         break
     return [w.numpy() for w in model.weights], figures
 

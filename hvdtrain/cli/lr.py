@@ -55,13 +55,14 @@ def _curve(target: str, ranks: int, given: dict[str, Any]) -> Any:
     config = job.config.with_options(given)
     from hvdtrain.collectives.single import SingleCollective
     from hvdtrain.data.source import splits_of
+    from hvdtrain.data.stream import one_sample
     from hvdtrain.optim import DistributedOptimizer
     from hvdtrain.train.lr_curve import learning_rates
     from hvdtrain.train.prepare import build_model
     from hvdtrain.train.schedule import base_rate
     model, train = job.model(), splits_of(job.data()).train
     DistributedOptimizer(model.optimizer, collective=SingleCollective())
-    build_model(model, train)
+    build_model(model, lambda: one_sample(train))
     return learning_rates(model, train, config, size=ranks, base=base_rate(model.optimizer),
                           callbacks=job.callbacks())
 

@@ -160,11 +160,11 @@ class FileShares(StreamSource):
         """One sample, with a first axis of length 1; of this rank's files once they are open."""
         return self._any().read(np.zeros(1, np.int64))
 
-    def batches(self, rank: int, size: int, batch: int, epoch: Any = 0) -> Any:
+    def batches(self, rank: int, size: int, batch: int, epoch: Any = 0, begin: Any = 0) -> Any:
         """See `StreamSource.batches`."""
         del epoch
         share = self.share(rank, size)
-        return evaluation_dataset(share, np.arange(len(share)), batch)
+        return evaluation_dataset(share, np.arange(len(share)), batch).skip(begin)
 
     @property
     def bytes_read(self) -> int:

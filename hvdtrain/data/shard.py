@@ -165,6 +165,23 @@ class ShardPlan:
         """Samples that are left out of an epoch, over all ranks (at most N-1)."""
         return self._left - self.last_batch_per_rank * self.size if self.remainder == "drop" else 0
 
+    def batch_text(self, party: str) -> str:
+        """The batch of a step, for the plan that is printed."""
+        if self.global_batch % self.size == 0:
+            return f"{self.batch_per_rank} per {party} x {self.size} = {self.global_batch} global"
+        return (f"{self.global_batch} global, at most {self.batch_per_rank} on each of "
+                f"{self.size} {party}s")
+
+    def data_text(self, party: str) -> str:
+        """The samples of an epoch, for the plan that is printed."""
+        change = (f", {self.padded} repeated" if self.padded else
+                  f", {self.dropped} left out" if self.dropped else "")
+        most = "at most " if self.uneven else ""
+        last = (f", last batch {most}{self.last_batch_per_rank} per {party}"
+                if self.last_batch_per_rank else "")
+        order = f"reshuffled each epoch (seed {self.seed})" if self.shuffle else "in order"
+        return f"{self.samples:,} samples, {order}{last}{change}"
+
     def samples_before(self, step: int) -> int:
         """Samples of an epoch that all ranks together have seen before a step."""
         return self.samples if step >= self.steps else step * self.global_batch

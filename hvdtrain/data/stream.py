@@ -27,6 +27,7 @@ from hvdtrain.data.stream_order import (
     order_of,
 )
 from hvdtrain.data.stream_plan import StreamPlan
+from hvdtrain.data.undecoded import samples_of
 from hvdtrain.errors import DataError
 from hvdtrain.log import get_logger
 
@@ -59,10 +60,11 @@ class StreamSource(Stream):
             raise DataError(
                 f"{name}: expected a tf.data.Dataset, or a function make(rank, size) that returns "
                 f"one or an iterator. Received: {type(make).__name__}.")
-        if isinstance(make, tf.data.Dataset) and is_batched(make):
-            make = make.unbatch()
         self._make = make
-        self._by_epoch = not isinstance(make, tf.data.Dataset) and _takes_epoch(make)
+        self._undecoded = (samples_of(make, batched=is_batched(make))
+                           if isinstance(make, tf.data.Dataset) else None)
+        self._shares: dict[tuple[int, int], Callable[[Any], Any]] = {}
+        self._by_epoch = self._undecoded is None and _takes_epoch(make)
         self._signature: Structure | None = None
         self._first: list[Structure] | None = None
         self._counts: dict[tuple[int, int], int] = {}
@@ -118,24 +120,27 @@ class StreamSource(Stream):
             self._signature = signature
         return self._signature
 
-    def samples(self, rank: int, size: int, epoch: Any = 0) -> Any:
+    def samples(self, rank: int, size: int, epoch: Any = 0, begin: Any = 0) -> Any:
         """The share of one rank, a `tf.data.Dataset` of samples. Iterate it once per epoch.
 
         Args:
             rank: Integer.
             size: Integer, number of ranks.
             epoch: Integer or integer tensor, for a function that is told it.
+            begin: Integer or integer tensor, how many samples are left out before. Those of a
+                `tf.data.Dataset` are not decoded.
         """
         signature = self.signature
         if self._by_epoch:
             return tf.data.Dataset.from_generator(
                 lambda number: map(keras_like, iter(self._share(rank, size, int(number)))),
-                args=(epoch,), output_signature=signature)
-        made = self._share(rank, size)
+                args=(epoch,), output_signature=signature).skip(begin)
+        made = self._share(rank, size, begin=begin)
         if isinstance(made, tf.data.Dataset):
-            return made
+            return made if self._undecoded else made.skip(begin)
         return tf.data.Dataset.from_generator(
-            lambda: map(keras_like, iter(self._share(rank, size))), output_signature=signature)
+            lambda: map(keras_like, iter(self._share(rank, size))),
+            output_signature=signature).skip(begin)
 
     def begin_at(self, epoch: int, rank: int, size: int) -> None:
         """Let the shuffles of a rank's share go on as after so many epochs.
@@ -150,11 +155,14 @@ class StreamSource(Stream):
     def count(self, rank: int, size: int) -> int:
         """The number of samples of a rank's share: reads them once, unless it is known.
 
+        Those of a `tf.data.Dataset` are not decoded for it.
+
         Raises:
             DataError: It never ends.
         """
         if (rank, size) not in self._counts:
-            dataset = self.samples(rank, size)
+            dataset = (self.samples(rank, size) if self._undecoded is None
+                       else self._undecoded.undecoded_share(rank, size))
             known = int(dataset.cardinality())
             if known == tf.data.INFINITE_CARDINALITY:
                 raise DataError(f"{self.name}: the data set never ends. Cut it with .take(samples "
@@ -183,9 +191,9 @@ class StreamSource(Stream):
             return np.arange(rank, len(self), size, dtype=np.int64)
         return np.full(self.count(rank, size), rank, np.int64)
 
-    def batches(self, rank: int, size: int, batch: int, epoch: Any = 0) -> Any:
-        """The share of one rank in batches, once; the last one may be smaller."""
-        samples = self.samples(rank, size, epoch)
+    def batches(self, rank: int, size: int, batch: int, epoch: Any = 0, begin: Any = 0) -> Any:
+        """The share of one rank in batches from one on, once; the last one may be smaller."""
+        samples = self.samples(rank, size, epoch, begin * batch)
         shapes = [spec.shape for spec in tf.nest.flatten(samples.element_spec)]
         if all(shape.is_fully_defined() or shape.rank is None for shape in shapes):
             return samples.batch(batch)
@@ -206,9 +214,11 @@ class StreamSource(Stream):
                 raise DataError(f"{self.name}: the stream is empty; at least one sample is needed.")
         return self._first
 
-    def _share(self, rank: int, size: int, epoch: int = 0) -> Any | Iterable[Any]:
-        if isinstance(self._make, tf.data.Dataset):
-            return self._make.shard(size, rank) if size > 1 else self._make
+    def _share(self, rank: int, size: int, epoch: int = 0, begin: Any = 0) -> Any | Iterable[Any]:
+        if self._undecoded is not None:
+            if (rank, size) not in self._shares:
+                self._shares[rank, size] = self._undecoded.share(rank, size)
+            return self._shares[rank, size](begin)
         return self._make(rank, size, epoch) if self._by_epoch else self._make(rank, size)
 
 
@@ -260,8 +270,8 @@ def stream_dataset(source: StreamSource, plan: StreamPlan, *, first_epoch: int =
         begin = tf.where(tf.equal(epoch, first_epoch), tf.constant(first_step, tf.int64), 0)
         # One step more than there are: nothing must be left over.
         steps = tf.data.Dataset.range(begin, plan.steps + 1)
-        own = source.batches(plan.rank, plan.size, plan.batch_per_rank, epoch)
-        batches = marked(own.skip(begin), real=True).concatenate(marked(spare, real=False))
+        own = source.batches(plan.rank, plan.size, plan.batch_per_rank, epoch, begin)
+        batches = marked(own, real=True).concatenate(marked(spare, real=False))
         found = tf.data.Dataset.zip(steps, batches).map(checked)
         # Each batch waits until the next is checked, so the last one until nothing is left over.
         late = found.scan((tf.constant(-1, tf.int64), first), lambda last, this: (this, last))

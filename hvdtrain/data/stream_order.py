@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
 from hvdtrain.data.source import Structure
+from hvdtrain.data.tf_steps import nodes_of as nodes_of
 from hvdtrain.errors import DataError
 from hvdtrain.log import get_logger
 
@@ -76,7 +77,7 @@ def check_order(dataset: Any, first: Sequence[Structure], collective: Collective
         return
     order = order_of(dataset)
     loose = any(part[1:] == _UNSEEDED for part in order if isinstance(part, tuple))
-    exact, floats = _checksums(first)
+    exact, floats = checksums(first)
     everyone = collective.gather_objects((order, loose, exact, floats))
     odd = next((rank for rank, theirs in enumerate(everyone)
                 if theirs[0] != everyone[0][0] or theirs[2] != everyone[0][2]), None)
@@ -102,24 +103,21 @@ def first_samples(dataset: Any) -> list[Structure]:
     return list(dataset.take(_SAMPLES).batch(1).as_numpy_iterator())
 
 
+def first_of_sources(dataset: Any) -> list[Structure]:
+    """The first elements of what a pipeline begins with.
+
+    They are read before any shuffle: iterating that would change the order that comes next.
+    """
+    return [element for node in nodes_of(dataset) if not node._inputs()
+            for element in node.take(_SAMPLES).as_numpy_iterator()]
+
+
 def _along(dataset: Any) -> Iterator[Any]:
     """A dataset, what it is made of, and so on; of several inputs the first."""
     while dataset is not None:
         yield dataset
         inputs = dataset._inputs()
         dataset = inputs[0] if inputs and inputs[0] is not dataset else None
-
-
-def nodes_of(dataset: Any) -> Iterator[Any]:
-    """A dataset and all that it is made of."""
-    seen: dict[int, Any] = {}
-    left = [dataset]
-    while left:
-        node = left.pop()
-        if id(node) not in seen:
-            seen[id(node)] = node
-            yield node
-            left += node._inputs()
 
 
 def _checksum(tensors: Any) -> int:
@@ -133,7 +131,7 @@ def _checksum(tensors: Any) -> int:
     return checksum
 
 
-def _checksums(samples: Sequence[Structure]) -> tuple[int, int]:
+def checksums(samples: Sequence[Structure]) -> tuple[int, int]:
     """Of numbers that augmentation leaves alone (labels, texts), and of floats."""
     exact = floats = 0
     for array in map(np.asarray, tf.nest.flatten(list(samples))):

@@ -68,6 +68,19 @@ class StreamPlan:
         """Samples of the last step on the rank that has most of them; 0 if it is a full batch."""
         return max(self.counts) % self.batch_per_rank
 
+    def batch_text(self, party: str) -> str:
+        """As `ShardPlan.batch_text`."""
+        return f"{self.batch_per_rank} per {party} x {self.size} = {self.global_batch} global"
+
+    def data_text(self, party: str) -> str:
+        """As `ShardPlan.data_text`."""
+        most = "at most " if self.uneven else ""
+        last = (f", last batch {most}{self.last_batch_per_rank} per {party}"
+                if self.last_batch_per_rank else "")
+        order = (f"reshuffled each epoch within the files of each rank (seed {self.seed})"
+                 if self.shuffle else "in order")
+        return f"{self.samples:,} samples, {order}{last}"
+
     def batch_of(self, rank: int, step: int) -> int:
         """Samples of a rank in a step."""
         left = self.counts[rank] - step * self.batch_per_rank

@@ -52,6 +52,15 @@ def distribute_as_set(optimizer: Any, collective: Collective, options: ReducerOp
     DistributedOptimizer(optimizer, collective=collective)
 
 
+def undo_distribution(optimizer: Any) -> None:
+    """Make an optimizer plain again; its state stays. Every rank.
+
+    Args:
+        optimizer: A Keras optimizer, distributed or not.
+    """
+    _undo([optimizer, *keras_seam.leaf_optimizers(optimizer)])
+
+
 def _undo(parts: Sequence[Any]) -> None:
     """Make optimizers plain again; their state stays."""
     for part in parts:

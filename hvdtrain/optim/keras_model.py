@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import OptimizerError
@@ -84,7 +83,20 @@ def build_metrics(model: Any, batch: Any) -> None:
         batch: Some samples, as `train_step` gets them: arrays `x`, `(x, y)` or
             `(x, y, sample_weight)`.
     """
-    model._symbolic_build(data_batch=tf.nest.map_structure(tf.convert_to_tensor, batch))
+    batch = tensors_of(batch)
+    size = fixed_batch(model)
+    if size is not None:
+        batch = tf.nest.map_structure(
+            lambda t: None if t is None else tf.repeat(t[:1], size, axis=0), batch)
+    model._symbolic_build(data_batch=batch)
+
+
+def tensors_of(batch: Any) -> Any:
+    """Arrays as tensors; ragged and sparse tensors, and None, stay as they are."""
+    def tensor(value: Any) -> Any:
+        kept = value is None or isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
+        return value if kept else tf.convert_to_tensor(value)
+    return tf.nest.map_structure(tensor, batch)
 
 
 def has_call(model: Any) -> bool:
@@ -92,10 +104,11 @@ def has_call(model: Any) -> bool:
     return type(model).call is not keras.Layer.call and type(model).call is not keras.Model.call
 
 
-def has_fixed_batch(model: Any) -> bool:
-    """Whether a model takes batches of one size only, as stateful ones do."""
+def fixed_batch(model: Any) -> int | None:
+    """The size of the batches of a model that takes one only, as stateful ones do; else None."""
     inputs = getattr(model, "inputs", None) if model.built else None
-    return any(len(tensor.shape) and tensor.shape[0] is not None for tensor in inputs or [])
+    return next((int(tensor.shape[0]) for tensor in inputs or []
+                 if len(tensor.shape) and tensor.shape[0] is not None), None)
 
 
 def trace_train_step(model: Any, batch: Any) -> None:
@@ -105,8 +118,11 @@ def trace_train_step(model: Any, batch: Any) -> None:
         model: A compiled model.
         batch: Some samples, as `build_metrics` takes them.
     """
-    specs = tf.nest.map_structure(
-        lambda a: tf.TensorSpec([None, *np.shape(a)[1:]], tf.as_dtype(a.dtype)), batch)
+    def spec(value: Any) -> Any:
+        found = tf.type_spec_from_value(value)
+        return (tf.TensorSpec([None, *found.shape[1:]], found.dtype)
+                if isinstance(found, tf.TensorSpec) else found)
+    specs = tf.nest.map_structure(spec, tensors_of(batch))
     tf.function(model.train_step).get_concrete_function(specs)
     model.built = True  # or Keras warns that its files may hold no weights
 
@@ -123,6 +139,15 @@ def leaf_metrics(model: Any) -> list[Any]:
         for leaf in getattr(metric, "metrics", None) or [metric]:
             found.setdefault(id(leaf), leaf)
     return list(found.values())
+
+
+def names_of_figures(model: Any) -> set[str]:
+    """The names of the figures that the model's metrics give."""
+    found: set[str] = set()
+    for metric in model.metrics:
+        result = metric.result()
+        found |= set(result) if isinstance(result, dict) else {metric.name}
+    return found
 
 
 def mask_of(tensor: Any) -> Any | None:
@@ -170,6 +195,39 @@ def weight_losses_by_samples(compiled: Any) -> Callable[[], None]:
     set_on_instance(compiled, "call", counting)
     _once_built(compiled, lambda: weight(compiled.metrics))
     return undo
+
+
+@contextmanager
+def means_weighted(model: Any, weight: Any | None) -> Iterator[None]:
+    """While it is entered, a mean that is told one number for a batch weights it.
+
+    A `train_step` of the model's own tells a `keras.metrics.Mean` the loss of its batch; with
+    batches of different sizes on the ranks that is the loss of one process only if each counts by
+    its samples.
+
+    Args:
+        model: The model.
+        weight: Float32 scalar tensor, the weight of the batch; None for none.
+    """
+    means = [] if weight is None else [
+        metric for metric in model.metrics if isinstance(metric, keras.metrics.Mean)
+        and not isinstance(metric, keras.metrics.MeanMetricWrapper)
+        and "update_state" not in vars(metric)]  # else it is weighted by samples already
+    originals = [(metric, metric.update_state) for metric in means]
+
+    def weighted(update: Callable[..., Any]) -> Callable[..., Any]:
+        def update_state(values: Any, sample_weight: Any = None) -> Any:
+            if sample_weight is None and not len(tf.convert_to_tensor(values).shape):
+                sample_weight = weight
+            return update(values, sample_weight)
+        return update_state
+    for metric, update in originals:
+        set_on_instance(metric, "update_state", weighted(update))
+    try:
+        yield
+    finally:
+        for metric, update in originals:
+            restore_method(metric, "update_state", update)
 
 
 def _once_built(compiled: Any, work: Callable[[], Any]) -> None:

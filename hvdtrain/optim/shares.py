@@ -44,8 +44,6 @@ class StepShare:
     """A step that all ranks take together is being traced."""
     weight: Any | None = None
     """Float32 scalar tensor; None where all ranks have as many samples."""
-    was_used: bool = False
-    """The loss of the step was multiplied by the weight."""
 
     def over_weight(self, value: Any) -> Any:
         """`value` divided by the weight; 0 on a rank without samples."""
@@ -187,34 +185,60 @@ def share_steps(model: Any, share: StepShare, *, weighted: bool) -> Callable[[],
         A function that undoes it.
     """
     original = model.train_step
-    originals = [(o, o.scale_loss) for o in keras_seam.optimizers_of(model)] if weighted else []
-
-    def scaled(scale_loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def scale_loss_by_share(loss: Any) -> Any:
-            if share.weight is not None:
-                share.was_used = True
-                loss = loss * tf.cast(share.weight, loss.dtype)
-            return scale_loss(loss)
-        return scale_loss_by_share
+    undos = [_weight_gradients(o, share) for o in keras_seam.optimizers_of(model)] if (
+        weighted) else []
 
     def step(batch: Any) -> Any:
-        share.was_used = False
         with tapes_watched():
-            result = original(batch)
-        if weighted:
-            _refuse_unused(share)
-        return result
+            return original(batch)
 
     def undo() -> None:
-        for optimizer, scale_loss in originals:
-            keras_seam.restore_method(optimizer, "scale_loss", scale_loss)
+        for each in undos:
+            each()
         keras_seam.restore_method(model, "train_step", original)
         model.train_function = None
 
-    for optimizer, scale_loss in originals:
-        keras_seam.set_on_instance(optimizer, "scale_loss", scaled(scale_loss))
     keras_seam.set_on_instance(model, "train_step", _shared(model, step, share, weighted=weighted))
     return undo
+
+
+def _weight_gradients(optimizer: Any, share: StepShare) -> Callable[[], None]:
+    """Multiply the loss by the weight of the step where it is scaled, else its gradients.
+
+    A `train_step` of the model's own need not call `scale_loss`.
+    """
+    scale_loss, apply = optimizer.scale_loss, optimizer.apply
+    is_scaled = False
+
+    def scale_loss_by_share(loss: Any) -> Any:
+        nonlocal is_scaled
+        if share.weight is not None:
+            is_scaled = True
+            loss = loss * tf.cast(share.weight, loss.dtype)
+        return scale_loss(loss)
+
+    def apply_by_share(grads: Any, trainable_variables: Any = None) -> Any:
+        nonlocal is_scaled
+        if share.weight is not None and not is_scaled:
+            grads = [_times(gradient, share.weight) for gradient in grads]
+        is_scaled = False
+        return apply(grads, trainable_variables)
+
+    def undo() -> None:
+        keras_seam.restore_method(optimizer, "scale_loss", scale_loss)
+        keras_seam.restore_method(optimizer, "apply", apply)
+    keras_seam.set_on_instance(optimizer, "scale_loss", scale_loss_by_share)
+    keras_seam.set_on_instance(optimizer, "apply", apply_by_share)
+    return undo
+
+
+def _times(gradient: Any, weight: Any) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_times(gradient.values, weight), gradient.indices,
+                                gradient.dense_shape)
+    return gradient * tf.cast(weight, gradient.dtype)
 
 
 def share_evaluation(model: Any, share: StepShare, *, weighted: bool) -> Callable[[], None]:
@@ -245,7 +269,10 @@ def _shared(model: Any, step: Callable[[Any], Any], share: StepShare, *,
         _traced.append(share)
         before = [tf.identity(tf.convert_to_tensor(v)) for v in kept]
         try:
-            result = step(batch)
+            with keras_model.means_weighted(model, share.weight):
+                result = step(batch)
+            if weighted:
+                result = _weighted_figures(model, result, share.weight)
             if weighted:
                 present = tf.convert_to_tensor(share.weight) > 0
                 for variable, old in zip(kept, before, strict=True):
@@ -255,6 +282,17 @@ def _shared(model: Any, step: Callable[[Any], Any], share: StepShare, *,
             _traced.pop()
         return result
     return shared_step
+
+
+def _weighted_figures(model: Any, figures: Any, weight: Any) -> Any:
+    """Figures that a step has computed by itself, so that their mean over ranks is exact."""
+    if not isinstance(figures, dict):
+        return figures
+    of_metrics = keras_model.names_of_figures(model)
+    return {name: value * tf.cast(weight, value.dtype)
+            if name not in of_metrics and isinstance(value, tf.Tensor)
+            and value.dtype.is_floating and not len(value.shape) else value
+            for name, value in figures.items()}
 
 
 def _without_trace(model: Any) -> list[Any]:
@@ -268,10 +306,3 @@ def _without_trace(model: Any) -> list[Any]:
                                 *(v for m in model.metrics for v in m.variables)]}
     return [v for key, v in found.items() if key not in seeds]
 
-
-def _refuse_unused(share: StepShare) -> None:
-    if not share.was_used:
-        raise ConfigError(
-            "remainder='join' weights the loss of each rank in `optimizer.scale_loss`, but the "
-            "model's train_step does not call it. Write `loss = self.optimizer.scale_loss(loss)` "
-            "before its gradient is taken, or use remainder='pad'.")

@@ -1,12 +1,12 @@
-"""`evaluate` and `predict` on all ranks: the figures and predictions of one process.
+"""Evaluation and prediction on all ranks: the figures and predictions of one process.
 
 Each rank takes a share of the samples; none is repeated or left out, however they divide. States
- of metrics are merged before a result is computed.
+of metrics are merged before a result is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,58 +14,93 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.data.file_shares import FileShares, share_dataset
-from hvdtrain.data.pipeline import evaluation_dataset, ready, training_dataset
-from hvdtrain.data.shard import ShardPlan, evaluation_rows, evaluation_rows_by_step
-from hvdtrain.data.source import Source, as_source, check_source
-from hvdtrain.data.stream import StreamSource, one_sample, stream_dataset
+from hvdtrain.data.pipeline import evaluation_dataset, ready
+from hvdtrain.data.shard import evaluation_rows, evaluation_rows_by_step
+from hvdtrain.data.source import Source
+from hvdtrain.data.stream import StreamSource
 from hvdtrain.data.stream_order import is_tuned
-from hvdtrain.data.stream_plan import StreamPlan
 from hvdtrain.optim import keras_model, keras_seam
 from hvdtrain.optim.keras_seam import Hidden
 from hvdtrain.optim.shares import share_evaluation, share_losses
 from hvdtrain.optim.state import check_same_model
-from hvdtrain.session import Session, init
+from hvdtrain.session import Session
+from hvdtrain.train.feed import Feed
 from hvdtrain.train.metrics import merged_logs, refuse_unmergeable
 
 _WIRE = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 _TRACED = "_hvdtrain_traced"
 """The test function of all ranks, and what it was traced for."""
+_PREDICTED = "_hvdtrain_predicted"
+"""The predict function of all ranks, and what it was traced for."""
 
 
-def evaluate(model: Any, data: Source | StreamSource | Any, *, batch_per_rank: int = 32,
-             callbacks: Sequence[Any] = (), session: Session | None = None) -> dict[str, Any]:
-    """Evaluate a compiled model on all ranks. Every rank must call it, with the same data.
+class Evaluation:
+    """This rank's part of an evaluation, as often as it is run. Every rank.
 
     Args:
-        model: A compiled `keras.Model`, the same on all ranks.
-        data: A `Source`, a `StreamSource`, what `by_file` returns, or arrays `(x, y)` or
-            `(x, y, sample_weight)`.
-        batch_per_rank: Integer, samples per batch on each rank.
-        callbacks: Keras callbacks, called on every rank; `on_test_end` has the figures of all.
-        session: Defaults to that of `hvdtrain.init()`.
+        model: A compiled model.
+        feed: The data.
+        session: This rank.
+    """
+
+    def __init__(self, model: Any, feed: Feed, session: Session) -> None:
+        self._model = model
+        self._collective = session.collective
+        self.data = feed.evaluation()
+        """This rank's batches, for Keras' `evaluate`."""
+        self._weighted = feed.weighted
+        self._one_sample = feed.one_sample
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """The test function of all ranks in the place of Keras' own, which is kept."""
+        model = self._model
+        if not keras_model.metrics_are_built(model):
+            keras_model.build_metrics(model, self._one_sample())
+        compiled = (getattr(model, "_loss_tracker", None), self._weighted, self._collective)
+        with _function_kept(model, "test_function", _TRACED, compiled), ExitStack() as undo:
+            share = share_losses(model, self._collective)
+            undo.callback(share_evaluation(model, share, weighted=self._weighted))
+            undo.enter_context(losses_by_samples(model))
+            yield
+
+
+@contextmanager
+def _function_kept(model: Any, name: str, kept: str, traced_for: tuple[Any, ...]
+                   ) -> Iterator[None]:
+    """A function of Keras that is traced for all ranks, and found again the next time."""
+    known = model.__dict__.get(kept)
+    theirs = getattr(model, name)
+    setattr(model, name, None)
+    if known is not None and known.value[0] == traced_for:
+        setattr(model, name, known.value[1])
+    try:
+        yield
+    finally:
+        keras_seam.set_on_instance(model, kept, Hidden((traced_for, getattr(model, name))))
+        setattr(model, name, theirs)
+
+
+def evaluate(model: Any, feed: Feed, session: Session, arguments: Mapping[str, Any]) -> Any:
+    """Evaluate a compiled model on all ranks. Every rank, with the same data.
+
+    Args:
+        model: A compiled model, the same on all ranks.
+        feed: The data.
+        session: This rank.
+        arguments: Those of Keras' `evaluate` beside the data.
 
     Returns:
-        Names and values of the loss and the metrics, over all samples; equal on all ranks.
+        What Keras' `evaluate` returns, over all samples; equal on all ranks.
 
     Raises:
-        DataError: The data cannot be used.
         TrainingError: A metric cannot be merged over ranks, or the ranks hold different models.
     """
-    session = session or init()
     collective = session.collective
-    source = as_source(data, "evaluation")
-    check_source(source, streams=True)
-    if isinstance(source, StreamSource):
-        source.count_everywhere(collective)
-    if not keras_model.metrics_are_built(model):
-        keras_model.build_metrics(model, one_sample(source))
     with session.progress.phase("evaluating"):
+        evaluation = Evaluation(model, feed, session)
         check_same_model(collective, model)
         refuse_unmergeable(collective, model)
-        evaluation = Evaluation(model, source, session, batch_per_rank)
-        given = keras.callbacks.CallbackList(list(callbacks), model=model, verbose=0, epochs=1,
-                                             steps=evaluation.steps)
         results = model._get_metrics_result_or_logs
 
         def figures(logs: Any) -> dict[str, Any]:
@@ -73,72 +108,10 @@ def evaluate(model: Any, data: Source | StreamSource | Any, *, batch_per_rank: i
             return merged_logs(collective, model, logs)
         keras_seam.set_on_instance(model, "_get_metrics_result_or_logs", figures)
         try:
-            return evaluation.run(given)
+            with evaluation.traced():
+                return keras.Model.evaluate(model, evaluation.data, **arguments)
         finally:
             keras_seam.restore_method(model, "_get_metrics_result_or_logs", results)
-
-
-class Evaluation:
-    """This rank's part of an evaluation, as often as it is run. Every rank.
-
-    The ranks take the same steps, in each of which they have the samples of one batch of one
-    process. A rank that has none in the last one goes on with a sample that does not count.
-
-    Args:
-        model: A compiled model, whose metrics are built.
-        source: The data. A stream has been counted.
-        session: This rank.
-        batch: Integer, samples per batch on each rank.
-    """
-
-    def __init__(self, model: Any, source: Source | StreamSource, session: Session,
-                 batch: int) -> None:
-        self._model = model
-        self._collective = session.collective
-        rank, size = session.world.rank, session.world.size
-        if isinstance(source, StreamSource):
-            plan = StreamPlan(counts=source.counts, rank=rank, batch_per_rank=batch,
-                              growth=1)
-            self.steps, self._weighted = plan.steps, plan.uneven
-            dataset = (share_dataset(source.share(rank, size), plan, epochs=1)
-                       if isinstance(source, FileShares) else
-                       stream_dataset(source, plan, epochs=1))
-        else:
-            shards = ShardPlan(samples=len(source), rank=rank, size=size, batch_per_rank=batch,
-                               shuffle=False, remainder="join", for_evaluation=True)
-            self.steps, self._weighted = shards.steps, shards.uneven
-            dataset = training_dataset(source, shards, epochs=1)
-        self._dataset = dataset.apply(tf.data.experimental.assert_cardinality(self.steps))
-
-    def run(self, callbacks: Any) -> dict[str, Any]:
-        """Evaluate as Keras does, with its calls of callbacks; the figures of all ranks.
-
-        Args:
-            callbacks: A `keras.callbacks.CallbackList`.
-        """
-        with self._traced():
-            return dict(self._model.evaluate(self._dataset, verbose=0, callbacks=callbacks,
-                                             return_dict=True))
-
-    @contextmanager
-    def _traced(self) -> Iterator[None]:
-        """The test function of all ranks in the place of Keras' own, which is kept."""
-        model = self._model
-        compiled = (getattr(model, "_loss_tracker", None), self._weighted)
-        known = model.__dict__.get(_TRACED)
-        theirs, model.test_function = model.test_function, None
-        if known is not None and known.value[0] == compiled:
-            model.test_function = known.value[1]
-        share = share_losses(model, self._collective)
-        with ExitStack() as undo:
-            undo.callback(share_evaluation(model, share, weighted=self._weighted))
-            undo.enter_context(losses_by_samples(model))
-            try:
-                yield
-            finally:
-                keras_seam.set_on_instance(
-                    model, _TRACED, Hidden((compiled, model.test_function)))
-                model.test_function = theirs
 
 
 @contextmanager
@@ -158,42 +131,85 @@ def losses_by_samples(model: Any) -> Iterator[None]:
         undo()
 
 
-def rows_of(model: Any, samples: int, rank: int, size: int, batch: int) -> np.ndarray[Any, Any]:
-    """The samples of one rank, in order.
-
-    Of a stateful model those that follow the ones of the batch before, as in one process with
-    the batches of all ranks; else a contiguous share.
-    """
-    stateful = any(getattr(layer, "stateful", False) for layer in model._flatten_layers())
-    return (evaluation_rows_by_step(samples, rank, size, batch) if stateful
-            else evaluation_rows(samples, rank, size))
-
-
-def predict(model: Any, data: Source | StreamSource | Any, *, batch_per_rank: int = 32,
-            callbacks: Sequence[Any] = (), session: Session | None = None) -> Any:
-    """Predict on all ranks. Every rank must call it, with the same data.
+def predict(model: Any, feed: Feed, session: Session, arguments: Mapping[str, Any]) -> Any:
+    """Predict with what was given to Keras' `predict`, on all ranks. Every rank, same data.
 
     Args:
-        model: A `keras.Model`, the same on all ranks.
-        data: A `Source`, a `StreamSource`, what `by_file` returns, or arrays `x`, `(x,)` or
-            `(x, y)`; a list is that of a model with several inputs.
+        model: A model, the same on all ranks.
+        feed: The data.
+        session: This rank.
+        arguments: Those of Keras' `predict` beside the data.
+
+    Returns:
+        What Keras' `predict` returns, on every rank.
+
+    Raises:
+        TrainingError: The ranks hold different models.
+    """
+    with session.progress.phase("predicting"):
+        check_same_model(session.collective, model)
+        data = feed.evaluation()
+        sizes: list[Any] = []
+        with (_function_kept(model, "predict_function", _PREDICTED,
+                             (feed.weighted, session.collective)),
+              _counted(model, sizes, weighted=feed.weighted)):
+            mine = keras.Model.predict(model, data, **arguments)
+        own = np.concatenate([np.asarray(part) for part in sizes])
+        counts = np.stack(session.collective.gather_objects(own))
+        # Batch after batch the parts of all ranks: where each rank's samples are among all.
+        ranks = np.repeat(np.tile(np.arange(len(counts)), counts.shape[1]), counts.T.reshape(-1))
+        places = np.concatenate([np.flatnonzero(ranks == rank) for rank in range(len(counts))])
+        # Where a rank had no sample in a batch it made a prediction, which does not count.
+        kept = np.repeat(own > 0, np.maximum(own, 1))
+        return _together(mine, np.argsort(places), session, kept)
+
+
+@contextmanager
+def _counted(model: Any, sizes: list[Any], *, weighted: bool) -> Iterator[None]:
+    """A predict function that is given pairs `(weight, batch)` and notes the samples of each."""
+    original = model.predict_step
+
+    def predict_step(data: Any) -> Any:
+        weight, batch = data if weighted else (None, data)
+        first = next(v for v in tf.nest.flatten(batch) if v is not None)
+        count = tf.shape(first, tf.int64)[0]
+        if weighted:
+            count = tf.where(tf.convert_to_tensor(weight) > 0, count, 0)
+        return {"outputs": original(batch), "count": count[None]}
+
+    keras_seam.set_on_instance(model, "predict_step", predict_step)
+    try:
+        model.make_predict_function()
+        traced: Callable[[Any], Any] = model.predict_function
+
+        def outputs_alone(data: Any) -> Any:
+            found = traced(data)
+            sizes.append(found["count"])
+            return found["outputs"]
+        model.predict_function = outputs_alone
+        yield
+        model.predict_function = traced
+    finally:
+        keras_seam.restore_method(model, "predict_step", original)
+
+
+def predict_source(model: Any, source: Source | StreamSource, batch_per_rank: int,
+                   session: Session, arguments: Mapping[str, Any]) -> Any:
+    """Predict with samples that hvdtrain reads, on all ranks. Every rank, with the same source.
+
+    Args:
+        model: A model, the same on all ranks.
+        source: The data.
         batch_per_rank: Integer, samples per batch on each rank.
-        callbacks: Keras callbacks, called on every rank.
-        session: Defaults to that of `hvdtrain.init()`.
+        session: This rank.
+        arguments: Those of Keras' `predict` beside the data.
 
     Returns:
         What `model.predict` gives: numpy arrays of shape `(samples, ...)` in the order of the
         data, on every rank. Of files, and of a stream that is made for each rank, the shares of
         the ranks follow each other.
-
-    Raises:
-        DataError: The data cannot be used.
-        TrainingError: The ranks hold different models.
     """
-    session = session or init()
     rank, size = session.world.rank, session.world.size
-    source = as_source((data,) if isinstance(data, list) else data, "prediction")
-    check_source(source, streams=True)
     if isinstance(source, StreamSource):
         source.count_everywhere(session.collective)
         own = source.count(rank, size)
@@ -211,9 +227,34 @@ def predict(model: Any, data: Source | StreamSource | Any, *, batch_per_rank: in
     order = np.argsort(np.concatenate(everyone), kind="stable")
     with session.progress.phase("predicting"):
         check_same_model(session.collective, model)
-        mine = model.predict(share, verbose=0, callbacks=list(callbacks))
-        flat = [_everyone(np.asarray(part)[:own], f"hvdtrain.predict.{number}", session)[order]
-                for number, part in enumerate(tf.nest.flatten(mine))]
+        mine = keras.Model.predict(model, share, **arguments)
+        made = max(1, own)
+        return _together(mine, order, session, np.arange(made) < own)
+
+
+def rows_of(model: Any, samples: int, rank: int, size: int, batch: int) -> np.ndarray[Any, Any]:
+    """The samples of one rank, in order.
+
+    Of a stateful model those that follow the ones of the batch before, as in one process with
+    the batches of all ranks; else a contiguous share.
+    """
+    stateful = any(getattr(layer, "stateful", False) for layer in model._flatten_layers())
+    return (evaluation_rows_by_step(samples, rank, size, batch) if stateful
+            else evaluation_rows(samples, rank, size))
+
+
+def _together(mine: Any, order: np.ndarray[Any, Any], session: Session,
+              kept: np.ndarray[Any, Any]) -> Any:
+    """The predictions of all ranks in the order of the data. All ranks.
+
+    Args:
+        mine: What Keras' `predict` has given on this rank.
+        order: int64 array, where each sample of all is among those of rank 0, 1, ...
+        session: This rank.
+        kept: Boolean array, which of this rank's count.
+    """
+    flat = [_everyone(np.asarray(part)[kept], f"hvdtrain.predict.{number}", session)[order]
+            for number, part in enumerate(tf.nest.flatten(mine))]
     return tf.nest.pack_sequence_as(mine, flat)
 
 

@@ -21,7 +21,11 @@ from hvdtrain.optim.state import training_state
 from hvdtrain.train.callbacks.coordinator import Coordinator
 from hvdtrain.train.callbacks.state import CallbackStates
 from hvdtrain.train.checkpoint_file import RunState
+from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.metrics import as_figures, mean_of, restore_states
+
+_DOORS = ("evaluate", "predict", "save", "save_weights", "export")
+"""Methods of the model that `hvdtrain.distribute` may have replaced."""
 
 
 class RankCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
@@ -140,12 +144,21 @@ def _same(one: Any, other: Any) -> bool:
 
 
 @contextmanager
-def joined(model: Any, coordinator: Coordinator) -> Iterator[None]:
+def joined(model: Any, coordinator: Coordinator,
+           evaluation: Evaluation | None = None) -> Iterator[None]:
     """While it is entered, Keras' `fit` of this model ends its epochs as the coordinator does.
 
-    What a callback evaluates by itself (`self.model.evaluate`) stays this rank's own, as in Keras.
+    What a callback evaluates, predicts or saves by itself (`self.model.evaluate`) stays this
+    rank's own, as in Keras.
+
+    Args:
+        model: The model.
+        coordinator: Of the run.
+        evaluation: Of the validation data that Keras' `fit` evaluates.
     """
-    results, evaluate = model._get_metrics_result_or_logs, model.evaluate
+    results, doors = model._get_metrics_result_or_logs, {
+        name: model.__dict__.pop(name) for name in _DOORS if name in model.__dict__}
+    evaluate = model.evaluate
     own_evaluations = 0
 
     def results_of_all(logs: Any) -> Any:
@@ -153,6 +166,9 @@ def joined(model: Any, coordinator: Coordinator) -> Iterator[None]:
 
     def evaluate_here(*args: Any, **kwargs: Any) -> Any:
         nonlocal own_evaluations
+        if kwargs.get("_use_cached_eval_dataset") and evaluation is not None:
+            with coordinator.evaluating(), evaluation.traced():
+                return evaluate(*args, **kwargs)
         if coordinator.is_evaluating:
             return evaluate(*args, **kwargs)
         own_evaluations += 1
@@ -168,6 +184,8 @@ def joined(model: Any, coordinator: Coordinator) -> Iterator[None]:
     finally:
         keras_seam.restore_method(model, "_get_metrics_result_or_logs", results)
         keras_seam.restore_method(model, "evaluate", evaluate)
+        for name, door in doors.items():
+            keras_seam.set_on_instance(model, name, door)
 
 
 def skip_steps(model: Any, steps: int) -> None:

@@ -56,7 +56,8 @@ def learning_rates(model: Any, train: Source | StreamSource, config: TrainConfig
                             batch_per_rank=config.rank_batch(size),
                             growth=1 if config.batch_global else size)
     else:
-        shards = ShardPlan(samples=len(train), rank=0, size=size, remainder=config.remainder_as("join"),
+        shards = ShardPlan(samples=len(train), rank=0, size=size,
+                           remainder=config.remainder_as("join"),
                            batch_per_rank=config.rank_batch(size),
                            batch_global=config.batch_global, shuffle=False)
     plan = plan_learning_rate(shards.growth, config.lr_scaling, config.warmup_epochs, shards.steps)

@@ -189,7 +189,7 @@ def make_writers(session: Session, plan: TrainPlan, store: CheckpointStore, firs
     if saver is not None and (config.checkpoint_every_epochs or config.checkpoint_every_steps):
         writers.append(CheckpointWriter(
             saver, times or save_times(config), every_epochs=config.checkpoint_every_epochs,
-            last_epoch=config.epochs, steps=plan.shards.steps))
+            last_epoch=config.epochs))
     return writers
 
 

@@ -26,10 +26,9 @@ from hvdtrain.train.loop import RankCallbacks
 
 _alone: list[bool] = []
 _HOW = (
-    "Write hvdtrain.fit(model, (x, y), validation=(x_val, y_val), callbacks=[...], "
-    "config=hvdtrain.TrainConfig(batch_per_rank=32, epochs=10)), which divides the data and does "
-    "the rest. To train a model on this rank alone on purpose: with hvdtrain.alone(): "
-    "model.fit(...)")
+    "Write model = hvdtrain.distribute(model) before: then model.fit, as it is written, divides "
+    "the data and does the rest. To train a model on this rank alone on purpose: "
+    "with hvdtrain.alone(): model.fit(...)")
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.batch_plan import BatchPlan
 from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.source import Source
 from hvdtrain.data.stream import StreamSource
@@ -31,12 +32,13 @@ class TrainPlan:
 
     job: str
     shards: Any
-    """A `ShardPlan`; of a stream, the `StreamPlan` that stands for it."""
+    """A `ShardPlan`, or the `StreamPlan` or `BatchPlan` that stands for it."""
     lr: LrPlan
     base_rate: str
     optimizer: str
     config: TrainConfig
-    validation_samples: int
+    validation_samples: int | None
+    """None: not known."""
     ranks: tuple[str, ...]
     """For each rank: host and devices."""
     collective: str
@@ -54,9 +56,10 @@ class TrainPlan:
             ("ranks", f"{len(self.ranks)}: {_group(self.ranks)}"),
             *(self.details or (("collective", self.collective),)),
             *((("gradients", text),) if (text := _gradients(config)) else ()),
-            ("batch", self._batch_line()),
-            ("data", self._data_line()),
-            ("steps", f"{shards.steps} per epoch{' on every rank' if self.party == 'rank' else ''}"
+            ("batch", shards.batch_text(self.party)),
+            ("data", f"{shards.data_text(self.party)}; {self._validation}"),
+            ("steps", f"{'not known' if shards.steps is None else shards.steps} per epoch"
+                      f"{' on every rank' if self.party == 'rank' else ''}"
                       f", {config.epochs} epoch{'s' if config.epochs > 1 else ''}"),
             ("learning rate", f"{self.lr.describe(self.base_rate)} ({config.lr_scaling})"),
             ("output", str(config.output) if config.output else "nothing is written"),
@@ -64,30 +67,15 @@ class TrainPlan:
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
 
-    def _batch_line(self) -> str:
-        shards = self.shards
-        if shards.global_batch == shards.batch_per_rank * shards.size:
-            return (f"{shards.batch_per_rank} per {self.party} x {shards.size} = "
-                    f"{shards.global_batch} global")
-        return (f"{shards.global_batch} global, at most {shards.batch_per_rank} on each of "
-                f"{shards.size} {self.party}s")
-
-    def _data_line(self) -> str:
-        shards = self.shards
-        change = (f", {shards.padded} repeated" if shards.padded else
-                  f", {shards.dropped} left out" if shards.dropped else "")
-        most = "at most " if shards.uneven else ""
-        last = (f", last batch {most}{shards.last_batch_per_rank} per {self.party}"
-                if shards.last_batch_per_rank else "")
-        within = " within the files of each rank" if isinstance(shards, StreamPlan) else ""
-        order = (f"reshuffled each epoch{within} (seed {shards.seed})" if shards.shuffle
-                 else "in order")
-        return (f"{shards.samples:,} samples, {order}{last}{change}; "
-                f"{self.validation_samples:,} for validation")
+    @property
+    def _validation(self) -> str:
+        if self.validation_samples is None:
+            return "validation data of a number that is not known"
+        return f"{self.validation_samples:,} for validation"
 
 
-def make_plan(model: Any, shards: ShardPlan | StreamPlan, config: TrainConfig, *, job: str,
-              validation: Source | StreamSource | None, ranks: tuple[str, ...],
+def make_plan(model: Any, shards: ShardPlan | StreamPlan | BatchPlan, config: TrainConfig,
+              *, job: str, validation_samples: int | None, ranks: tuple[str, ...],
               collective: str = "", party: str = "rank",
               details: tuple[tuple[str, str], ...] = ()) -> TrainPlan:
     """The plan of a compiled, built model. Before its learning rate is scaled.
@@ -97,7 +85,7 @@ def make_plan(model: Any, shards: ShardPlan | StreamPlan, config: TrainConfig, *
         shards: Which samples belong to which step, and how many gradients an update has.
         config: How to train.
         job: String, its name.
-        validation: The validation data, or None.
+        validation_samples: Integer, samples of the validation data; None: not known.
         ranks: As the field of `TrainPlan`; so are the others.
         collective: See there.
         party: See there.
@@ -110,15 +98,21 @@ def make_plan(model: Any, shards: ShardPlan | StreamPlan, config: TrainConfig, *
         lr=plan_learning_rate(shards.growth, config.lr_scaling, config.warmup_epochs, shards.steps),
         base_rate=base_rate(optimizers),
         parameters=sum(int(np.prod(v.shape)) for v in model.weights),
-        validation_samples=0 if validation is None else len(validation),
+        validation_samples=validation_samples,
         ranks=ranks, collective=collective, party=party, details=details)
 
 
-def verbosity(world: World) -> int:
+def verbosity(world: World, asked: str | int = "auto") -> int:
     """`verbose` of Keras for this rank: a bar for a person, lines for a program, else nothing.
 
     Open MPI gives the chief a terminal of its own even where the output goes to a file.
+
+    Args:
+        world: This rank.
+        asked: `verbose` of Keras' `fit`; the chief does as it says.
     """
+    if asked != "auto" and world.is_chief:
+        return int(asked)
     person = sys.stdout.isatty() and world.starter == "single"
     return 0 if not world.is_chief else 1 if person else 2
 
@@ -146,17 +140,20 @@ def _group(ranks: tuple[str, ...]) -> str:
     return "; ".join(f"{a if a == b else f'{a}-{b}'} on {text}" for a, b, text in groups)
 
 
-def compare_settings(collective: Collective, config: TrainConfig, train: Source | StreamSource,
+def compare_settings(collective: Collective, config: TrainConfig, data: Mapping[str, Any],
                      optimizers: Sequence[Any]) -> None:
     """Refuse to train where ranks were given different settings or data. All ranks.
+
+    Args:
+        collective: The collective of the run.
+        config: The settings.
+        data: What is known of the training data, by name.
+        optimizers: The model's.
 
     Raises:
         ConfigError: On every rank, naming the first rank and setting that differ.
     """
-    mine: dict[str, Any] = dict(settings_of(config))
-    mine["number of training samples"] = len(train)
-    if isinstance(train, Source):  # a rank may read a share of a stream that no other has
-        mine["checksum of three training samples"] = _sample_checksum(train)
+    mine: dict[str, Any] = {**settings_of(config), **data}
     # A rank that made one distributed optimizer more would wait for the others for ever.
     mine["order of distributed optimizers"] = ", ".join(
         hooked.name for leaf in [*optimizers, *keras_seam.leaf_optimizers(optimizers)]
@@ -165,8 +162,16 @@ def compare_settings(collective: Collective, config: TrainConfig, train: Source 
     refuse_differences(everyone, [f"rank {rank}" for rank in range(len(everyone))])
 
 
+def facts_of(train: Source | StreamSource) -> dict[str, Any]:
+    """What must be equal on all ranks, by name: finds ranks with other data or order."""
+    facts: dict[str, Any] = {"number of training samples": len(train)}
+    if isinstance(train, Source):  # a rank may read a share of a stream that no other has
+        facts["checksum of three training samples"] = _sample_checksum(train)
+    return facts
+
+
 def _sample_checksum(train: Source) -> int:
-    """Of the first, the middle and the last sample: finds ranks with other data or order."""
+    """Of the first, the middle and the last sample."""
     rows = np.asarray([0, len(train) // 2, len(train) - 1])
     checksum = 0
     for array in tf.nest.flatten(train.read(rows)):

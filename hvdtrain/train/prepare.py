@@ -1,49 +1,17 @@
-"""What comes before the first step: the optimizer checked, the model built, the steps agreed."""
+"""What comes before the first step: the optimizers distributed, the model built."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import tensorflow as tf
-
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.file_shares import FileShares
-from hvdtrain.data.shard import ShardPlan
-from hvdtrain.data.source import Source
-from hvdtrain.data.stream import StreamSource, one_sample
-from hvdtrain.data.stream_plan import StreamPlan
-from hvdtrain.errors import DataError, OptimizerError
+from hvdtrain.errors import OptimizerError
 from hvdtrain.log import get_logger
 from hvdtrain.optim import keras_model, keras_seam
 from hvdtrain.optim.as_set import distribute_as_set
 from hvdtrain.optim.options import ReducerOptions
 from hvdtrain.session import Session
-
-
-def plan_steps(model: Any, train: Source | StreamSource, validation: Source | StreamSource | None,
-               session: Session, config: TrainConfig) -> ShardPlan | StreamPlan:
-    """Which samples each rank trains on; of streams, how many."""
-    collective, world = session.collective, session.world
-    if isinstance(validation, StreamSource):
-        validation.count_everywhere(collective)
-    if isinstance(train, StreamSource):
-        with session.progress.phase("counting the samples of the stream"):
-            counts = train.count_everywhere(collective)
-        if (config.batch_global or 0) % world.size:
-            raise DataError(f"{train.name}: a stream is shared sample by sample, so that the "
-                            f"global batch must divide by {world.size} ranks. Received: "
-                            f"batch_global={config.batch_global}")
-        return StreamPlan(counts=counts, rank=world.rank,
-                          batch_per_rank=config.rank_batch(world.size), seed=config.seed or 0,
-                          growth=1 if config.batch_global else world.size,
-                          shuffle=config.shuffle and isinstance(train, FileShares),
-                          stream_order=train.order)
-    fixed = keras_model.has_fixed_batch(model)
-    return ShardPlan(
-        samples=len(train), rank=world.rank, size=world.size,
-        batch_per_rank=config.rank_batch(world.size), batch_global=config.batch_global,
-        seed=config.seed or 0, shuffle=config.shuffle,
-        remainder=config.remainder_as("pad" if fixed else "join"), whole_batches=fixed)
 
 
 def prepare_optimizers(model: Any, session: Session, config: TrainConfig) -> None:
@@ -61,16 +29,20 @@ def prepare_optimizers(model: Any, session: Session, config: TrainConfig) -> Non
     model.train_function = None
 
 
-def build_model(model: Any, train: Source | StreamSource) -> None:
+def build_model(model: Any, one_sample: Callable[[], Any]) -> None:
     """Build model and optimizers now: what is built during tracing cannot be broadcast.
 
     Where a `train_step` of the model's own uses more than its `call`, that is traced once.
+
+    Args:
+        model: A compiled model.
+        one_sample: Gives a sample to train on, with a first axis of length 1.
     """
     several = len(keras_seam.found_optimizers(model)) > 1
-    sample = None if _is_built(model) and not several else one_sample(train)
+    sample = None if _is_built(model) and not several else one_sample()
     if not _is_built(model) and keras_model.has_call(model):
         inputs = sample[0] if isinstance(sample, tuple) else sample
-        model(tf.nest.map_structure(tf.convert_to_tensor, inputs))
+        model(keras_model.tensors_of(inputs))
     if several or not _is_built(model):
         keras_model.trace_train_step(model, sample)
     for optimizer in keras_seam.optimizers_of(model):

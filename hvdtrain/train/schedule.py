@@ -75,9 +75,19 @@ class LrPlan:
 
 
 def plan_learning_rate(size: int, rule: str, warmup_epochs: float,
-                       steps_per_epoch: int) -> LrPlan:
-    """Decide scale and warmup. Pure; equal on all ranks."""
+                       steps_per_epoch: int | None) -> LrPlan:
+    """Decide scale and warmup. Pure; equal on all ranks.
+
+    Raises:
+        ConfigError: There is a warmup over epochs whose steps are not known.
+    """
     scale = scale_factor(size, rule)
+    if steps_per_epoch is None:
+        if warmup_epochs and scale != 1.0:
+            raise ConfigError(
+                f"warmup_epochs={warmup_epochs:g} needs the steps of an epoch, which are not known "
+                "of this data set. Give steps_per_epoch=... to fit.")
+        steps_per_epoch = 0
     steps = math.ceil(warmup_epochs * steps_per_epoch) if scale != 1.0 else 0
     return LrPlan(scale=scale, warmup_steps=steps)
 

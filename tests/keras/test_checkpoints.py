@@ -117,29 +117,29 @@ def test_figures_of_a_former_run_are_kept_whole_or_as_they_were(tmp_path, monkey
     def killed(*args):
         raise KeyboardInterrupt
     config = TrainConfig(batch_per_rank=4, epochs=2, output=tmp_path / "o", tensorboard=False)
-    hvdtrain.fit(compiled(), data(), config=config)
+    hvdtrain.fit(compiled(), *data(), config=config)
     path = tmp_path / "o/metrics.jsonl"
     before = path.read_text()
     assert before.count("\n") == 2
     monkeypatch.setattr("hvdtrain.whole_file._synchronize", killed)
     with pytest.raises(KeyboardInterrupt):
-        hvdtrain.fit(compiled(), data(), config=replace(config, resume=True, epochs=3))
+        hvdtrain.fit(compiled(), *data(), config=replace(config, resume=True, epochs=3))
     assert path.read_text() == before
 
 
 def test_a_script_that_resumes_needs_an_output_folder():
     with pytest.raises(ConfigError, match="resume needs the output folder"):
-        hvdtrain.fit(compiled(), data(), config=TrainConfig(resume=True))
+        hvdtrain.fit(compiled(), *data(), config=TrainConfig(resume=True))
 
 
 def test_what_a_killed_run_left_is_removed_when_it_goes_on(tmp_path):
     config = TrainConfig(batch_per_rank=4, epochs=1, output=tmp_path / "o", tensorboard=False)
-    hvdtrain.fit(compiled(), data(), config=config)
+    hvdtrain.fit(compiled(), *data(), config=config)
     dead = subprocess.Popen(["true"])
     dead.wait()
     left = tmp_path / f"o/checkpoints/.epoch-00002.keras.tmp-{_place()}-{dead.pid}.keras"
     left.write_text("half")
-    hvdtrain.fit(compiled(), data(), config=replace(config, resume=True, epochs=2))
+    hvdtrain.fit(compiled(), *data(), config=replace(config, resume=True, epochs=2))
     assert sorted(p.name for p in left.parent.iterdir()) == ["epoch-00001.keras",
                                                              "epoch-00002.keras"]
 
@@ -148,16 +148,16 @@ def test_checkpoints_by_steps_and_by_the_clock(tmp_path, monkeypatch):
     monkeypatch.setattr(coordinator, "AGREE_EVERY_S", 0.0)
     config = TrainConfig(batch_per_rank=4, epochs=2, output=tmp_path / "steps", tensorboard=False,
                          checkpoint_every_epochs=0, checkpoint_every_steps=4, keep_checkpoints=99)
-    hvdtrain.fit(compiled(), data(), config=config)
+    hvdtrain.fit(compiled(), *data(), config=config)
     assert sorted(p.name for p in (tmp_path / "steps/checkpoints").iterdir()) == [
         "epoch-00000-sample-000000016.keras", "epoch-00000-sample-000000032.keras",
         "epoch-00001-sample-000000008.keras", "epoch-00001-sample-000000024.keras",
         "epoch-00002.keras"]
     clock = replace(config, output=tmp_path / "clock", checkpoint_every_steps=0,
                     checkpoint_every_s=1e-6)
-    hvdtrain.fit(compiled(), data(), config=clock)
+    hvdtrain.fit(compiled(), *data(), config=clock)
     assert len(list((tmp_path / "clock/checkpoints").iterdir())) > 4
-    hvdtrain.fit(compiled(seed=5), data(), config=replace(clock, resume=True, epochs=3))
+    hvdtrain.fit(compiled(seed=5), *data(), config=replace(clock, resume=True, epochs=3))
 
 
 def test_times_are_counted_from_the_last_checkpoint():
@@ -208,13 +208,14 @@ def test_callbacks_go_on_where_they_were_and_settings_may_change(tmp_path):
     config = TrainConfig(batch_per_rank=4, epochs=2, output=tmp_path, tensorboard=False)
     stop = keras.callbacks.EarlyStopping("loss", patience=3, min_delta=1e9,
                                          restore_best_weights=True)
-    hvdtrain.fit(compiled(), data(), config=config, callbacks=[Counting(3), stop, Told()])
+    hvdtrain.fit(compiled(), *data(), config=config, callbacks=[Counting(3), stop, Told()])
     assert stop.wait == 1
     counting, told = Counting(5), Told()
     again = keras.callbacks.EarlyStopping("loss", patience=3, min_delta=1e9,
                                           restore_best_weights=True)
-    result = hvdtrain.fit(compiled(), data(), config=replace(config, resume=True, epochs=9),
-                          callbacks=[counting, again, told])
+    result = hvdtrain.fit(
+        compiled(), *data(), config=replace(config, resume=True, epochs=9),
+        callbacks=[counting, again, told])
     assert (counting.patience, counting.seen, len(counting.figures)) == (5, 4, 4)
     assert told.given == {"size": 2}
     assert (again.stopped_epoch, again.best_epoch) == (3, 0), "patience counts the first run's"

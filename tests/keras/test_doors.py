@@ -363,7 +363,7 @@ def test_everything_is_taken_away_after_a_run_and_after_an_error(one_rank):
     optimizer = keras.optimizers.SGD(0.1)
     model.compile(optimizer, "mse")
     data = (np.ones((8, 2), "f4"), np.ones((8, 1), "f4"))
-    hvdtrain.fit(model, data)
+    hvdtrain.fit(model, *data)
     before = set(vars(model)), set(vars(optimizer)), set(vars(model._compile_loss))
 
     class Odd(keras.callbacks.Callback):
@@ -371,7 +371,7 @@ def test_everything_is_taken_away_after_a_run_and_after_an_error(one_rank):
             raise ZeroDivisionError
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            hvdtrain.fit(model, data, callbacks=[Odd()])
+            hvdtrain.fit(model, *data, callbacks=[Odd()])
         assert (set(vars(model)), set(vars(optimizer)), set(vars(model._compile_loss))) == before
     assert not {"train_step", "evaluate", "_get_metrics_result_or_logs"} & before[0]
     assert state_of(optimizer).learning_rate_multiplier is None

@@ -13,8 +13,8 @@ from hvdtrain.data.file_shares import deal, share_dataset
 from hvdtrain.data.stream_plan import StreamPlan
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.optim.distributed import DistributedOptimizer
+from hvdtrain.train.feed import SourceFeed
 from hvdtrain.train.lr_curve import learning_rates
-from hvdtrain.train.prepare import plan_steps
 
 FEATURES = {"x": {"shape": [2]}, "y": {"dtype": "int64"}}
 LENGTHS = (5, 30, 12, 1, 21)
@@ -205,7 +205,7 @@ def weights_of(model):
 
 def test_settings_of_the_run_decide_the_order(folder, one_rank):
     def plan(source, **config):
-        return plan_steps(keras.Sequential(), source, None, one_rank, TrainConfig(**config))
+        return SourceFeed(source, one_rank, TrainConfig(**config)).plan(keras.Sequential())
     assert plan(shares_of(folder), seed=7).shuffle
     assert plan(shares_of(folder), seed=7).seed == 7
     assert not plan(shares_of(folder), shuffle=False).shuffle
@@ -217,13 +217,16 @@ def test_fit_and_evaluate_in_one_process(folder, capsys):
     config = TrainConfig(epochs=2, batch_per_rank=8, shuffle=False, remainder="join")
     ours, plain = compiled(), compiled()
     shuffled = compiled()
-    result = hvdtrain.fit(ours, shares_of(folder), validation=shares_of(folder), config=config)
-    expected = hvdtrain.fit(plain, load(str(folder / "*.tfrecord")),
-                            validation=load(str(folder / "*.tfrecord")), config=config)
+    result = hvdtrain.fit(
+        ours, shares_of(folder), validation_data=shares_of(folder), config=config)
+    expected = hvdtrain.fit(
+        plain, load(str(folder / "*.tfrecord")), validation_data=load(str(folder / "*.tfrecord")),
+        config=config)
     np.testing.assert_allclose(weights_of(ours), weights_of(plain), atol=1e-6)
     np.testing.assert_allclose(result.history["val_loss"], expected.history["val_loss"], rtol=1e-5)
-    assert hvdtrain.evaluate(ours, shares_of(folder))["accuracy"] == pytest.approx(
-        hvdtrain.evaluate(ours, load(str(folder / "*.tfrecord")))["accuracy"])
+    found, read = (hvdtrain.evaluate(ours, data, return_dict=True)["accuracy"]
+                   for data in (shares_of(folder), load(str(folder / "*.tfrecord"))))
+    assert found == pytest.approx(read)
     capsys.readouterr()
     hvdtrain.fit(shuffled, shares_of(folder), config=TrainConfig(epochs=2, batch_per_rank=8))
     assert "reshuffled each epoch within the files of each rank" in capsys.readouterr().out
@@ -233,8 +236,8 @@ def test_fit_and_evaluate_in_one_process(folder, capsys):
 def test_unpacked_arrays_of_a_share_are_trained_on(folder):
     config = TrainConfig(batch_per_rank=8)
     ours, plain = compiled(), compiled()
-    hvdtrain.fit(ours, shares_of(folder, lambda files: hvdtrain.unpacked(load(files))),
-                 config=config)
+    hvdtrain.fit(
+        ours, shares_of(folder, lambda files: hvdtrain.unpacked(load(files))), config=config)
     hvdtrain.fit(plain, shares_of(folder), config=config)
     np.testing.assert_array_equal(weights_of(ours), weights_of(plain))
     samples = list(shares_of(folder).samples(1, 2).as_numpy_iterator())

@@ -94,7 +94,7 @@ def test_schedulers_are_called_and_training_uses_the_same_rates():
 
         def on_train_batch_end(self, batch, logs=None):
             used.append(before[-1] - float(self.model.weights[0].numpy()[0, 0]))
-    hvdtrain.fit(model, (x, x), config=config, callbacks=[falling, Watch()])
+    hvdtrain.fit(model, x, x, config=config, callbacks=[falling, Watch()])
     np.testing.assert_allclose(used, curve.rates, rtol=1e-5)
 
 

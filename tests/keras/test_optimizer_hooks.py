@@ -47,7 +47,7 @@ def test_a_copy_has_lost_the_hook_and_fit_hooks_it(lose):
     assert not is_distributed(lost)
     model = small_model()
     model.compile(lost, "mse")
-    hvdtrain.fit(model, data())
+    hvdtrain.fit(model, *data())
     assert is_distributed(model.optimizer)
     assert is_distributed(optimizer)
 
@@ -55,16 +55,16 @@ def test_a_copy_has_lost_the_hook_and_fit_hooks_it(lose):
 def test_a_loaded_model_goes_on(tmp_path):
     model = small_model()
     model.compile(DistributedOptimizer(keras.optimizers.Adam(0.1)), "mse")
-    hvdtrain.fit(model, data())
+    hvdtrain.fit(model, *data())
     model.save(tmp_path / "m.keras")
     loaded = keras.models.load_model(tmp_path / "m.keras")
-    hvdtrain.fit(loaded, data())
+    hvdtrain.fit(loaded, *data())
     assert int(loaded.optimizer.iterations.numpy()) == 2
 
 
 def test_an_uncompiled_model_is_refused():
     with pytest.raises(OptimizerError, match="not compiled"):
-        hvdtrain.fit(small_model(), data())
+        hvdtrain.fit(small_model(), *data())
 
 
 def test_something_else_than_an_optimizer_is_refused():
@@ -83,7 +83,7 @@ class Signed(keras.optimizers.Optimizer):
 def test_a_registered_custom_optimizer_saves_and_loads_as_itself(tmp_path):
     model = small_model()
     model.compile(DistributedOptimizer(Signed(learning_rate=0.1)), "mse")
-    hvdtrain.fit(model, data())
+    hvdtrain.fit(model, *data())
     model.save(tmp_path / "m.keras")
     loaded = keras.models.load_model(tmp_path / "m.keras")
     assert type(loaded.optimizer) is Signed
@@ -133,7 +133,9 @@ def test_fit_switches_off_jit_compile_while_it_trains():
     model = small_model()
     model.compile(DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=True)
     seen = []
-    hvdtrain.fit(model, data(), callbacks=[keras.callbacks.LambdaCallback(
+    hvdtrain.fit(
+        model, *data(),
+        callbacks=[keras.callbacks.LambdaCallback(
         on_train_begin=lambda logs: seen.append(model.jit_compile))])
     assert (seen, model.jit_compile) == ([False], True)
 

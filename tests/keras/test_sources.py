@@ -82,7 +82,8 @@ def trained(source, seed=1):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
     model.compile(DistributedOptimizer(keras.optimizers.Adam(0.01)),
                   keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    hvdtrain.fit(model, source, config=hvdtrain.TrainConfig(epochs=2, batch_per_rank=8))
+    hvdtrain.fit(model, as_source(source, "train"),
+                 config=hvdtrain.TrainConfig(epochs=2, batch_per_rank=8))
     return np.concatenate([w.ravel() for w in model.get_weights()])
 
 

@@ -73,19 +73,20 @@ def made(options, seed=1):
 def test_the_end_is_the_same(tmp_path, name):
     at, options = CASES[name]
     config = TrainConfig(epochs=2, batch_per_rank=8, output=tmp_path / "whole",
-                         tensorboard=False)
+                         tensorboard=False, seed=3)
     whole = made(options)
-    expected = hvdtrain.fit(whole, data(), validation=data(16), config=config)
+    expected = hvdtrain.fit(whole, *data(), validation_data=data(16), config=config)
     cut, ask = replace(config, output=tmp_path / "cut"), AskAt(*at)
     with pytest.raises(StoppedError, match=r"All of it is in .*-sample-\d+\.keras; go on") as told:
-        hvdtrain.fit(made(options), data(), validation=data(16), config=cut, callbacks=[ask],
-                     stop_asked=lambda: ask.asked)
+        hvdtrain.fit(
+            made(options), *data(), validation_data=data(16), config=cut, callbacks=[ask],
+            stop_asked=lambda: ask.asked)
     assert told.value.exit_code == 75
     resumed = made(options, seed=99)
-    result = hvdtrain.fit(resumed, data(), validation=data(16),
-                          config=replace(cut, resume=True))
+    result = hvdtrain.fit(
+        resumed, *data(), validation_data=data(16), config=replace(cut, resume=True))
     for figure, values in expected.history.items():
-        np.testing.assert_allclose(result.history[figure], values[result.first_epoch:], rtol=2e-5)
+        np.testing.assert_allclose(result.history[figure], values[result.epoch[0]:], rtol=2e-5)
     for a, b in zip(whole.variables, resumed.variables, strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
     lines = [json.loads(line) for line in
@@ -97,12 +98,12 @@ def test_another_batch_size_goes_on_at_the_same_sample(tmp_path):
     config = TrainConfig(epochs=2, batch_per_rank=8, output=tmp_path, tensorboard=False)
     ask = AskAt(1, 10)
     with pytest.raises(StoppedError):
-        hvdtrain.fit(compiled(), data(), config=config, callbacks=[ask],
-                     stop_asked=lambda: ask.asked)
+        hvdtrain.fit(
+            compiled(), *data(), config=config, callbacks=[ask], stop_asked=lambda: ask.asked)
     (path,) = tmp_path.glob("checkpoints/*sample*")
     state = read_state(path)
     assert (state.epoch, path.name) == (1, f"epoch-00001-sample-{state.samples:09d}.keras")
-    hvdtrain.fit(compiled(), data(), config=replace(config, batch_per_rank=4, resume=True))
+    hvdtrain.fit(compiled(), *data(), config=replace(config, batch_per_rank=4, resume=True))
     done = state.step + (STEPS * 8 - state.samples) // 4
     assert read_state(tmp_path / "checkpoints/epoch-00002.keras").step == done
 
@@ -110,8 +111,9 @@ def test_another_batch_size_goes_on_at_the_same_sample(tmp_path):
 def test_without_an_output_folder_nothing_is_saved():
     ask = AskAt(0, 0)
     with pytest.raises(StoppedError, match="Nothing was saved"):
-        hvdtrain.fit(compiled(), data(), config=TrainConfig(), callbacks=[ask],
-                     stop_asked=lambda: ask.asked)
+        hvdtrain.fit(
+            compiled(), *data(), config=TrainConfig(), callbacks=[ask],
+            stop_asked=lambda: ask.asked)
 
 
 @pytest.mark.parametrize(("samples", "remainder"), [(200, "pad"), (203, "pad"), (203, "drop")])

@@ -26,3 +26,44 @@ def test_a_stream_that_changes_is_noticed_before_its_epoch_ends(counts):
             with pytest.raises(tf.errors.InvalidArgumentError, match="the stream changed"):
                 list(steps)
         length[0] = own
+
+
+def decoded(count, seen, filtered):
+    numbers = tf.data.Dataset.range(count)
+    if filtered:
+        numbers = numbers.filter(lambda number: number >= 0)
+
+    def decode(number):
+        def call(value):
+            seen.append(int(value))
+            return value
+        return tf.ensure_shape(tf.numpy_function(call, [number], tf.int64), [])
+    return numbers.map(decode).shuffle(count, seed=3)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_a_rank_decodes_its_own_samples_and_counts_without_decoding(filtered, batched):
+    expected = [int(x) for x in decoded(20, [], filtered)]
+    for size in (1, 2, 3):
+        for rank in range(size):
+            seen = []
+            samples = decoded(20, seen, filtered)
+            source = hvdtrain.StreamSource(samples.batch(4).prefetch(1) if batched else samples)
+            assert source.count(rank, size) == len(expected[rank::size])
+            assert not seen
+            if not filtered:  # else it was iterated to be counted
+                share = [int(x) for x in source.samples(rank, size)]
+                assert share == expected[rank::size]
+            seen.clear()
+            assert len(list(source.samples(rank, size))) == len(seen) == len(expected[rank::size])
+
+
+def test_a_stream_begins_later_without_decoding_what_is_before():
+    seen = []
+    source = hvdtrain.StreamSource(decoded(20, seen, filtered=False))
+    plan = StreamPlan(counts=(20,), rank=0, batch_per_rank=4)
+    source.first()
+    seen.clear()
+    assert len(list(stream_dataset(source, plan, first_step=4, epochs=1))) == 1
+    assert len(seen) == 4

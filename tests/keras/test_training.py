@@ -15,7 +15,7 @@ import hvdtrain
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.pipeline import evaluation_dataset, training_dataset
 from hvdtrain.data.shard import ShardPlan
-from hvdtrain.data.source import ArraySource, load_npz
+from hvdtrain.data.source import ArraySource, as_source, load_npz
 from hvdtrain.errors import CheckpointError, DataError, TrainingError
 from hvdtrain.optim.distributed import DistributedOptimizer
 from hvdtrain.settings import replace
@@ -109,6 +109,8 @@ def test_bad_data_is_named(tmp_path):
 def test_what_is_no_array_is_refused_by_name():
     for given in ("x.npz", lambda: None):
         with pytest.raises(DataError, match=r"train: expected arrays x, \(x, y\)"):
+            as_source(given, "train")
+        with pytest.raises(ValueError, match="Unrecognized data type"):  # as Keras says it
             hvdtrain.fit(compiled(), given)
 
 
@@ -125,8 +127,9 @@ def rates_used(model, config, steps):
             now = float(model.weights[0].numpy()[0, 0])
             seen.append(before[0] - now)
             before[0] = now
-    hvdtrain.fit(model, (np.ones((steps * 4, 1), "f4"), np.zeros((steps * 4, 1), "f4")),
-                 config=config, callbacks=[Watch()])
+    hvdtrain.fit(
+        model, np.ones((steps * 4, 1), "f4"), np.zeros((steps * 4, 1), "f4"), config=config,
+        callbacks=[Watch()])
     return seen
 
 
@@ -160,8 +163,9 @@ def test_a_callback_sees_and_sets_the_rate_of_one_process(monkeypatch):
             if epoch == 1:
                 assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
                 model.optimizer.learning_rate = float(model.optimizer.learning_rate) / 2
-    result = hvdtrain.fit(model, (np.ones((8, 1), "f4"), np.zeros((8, 1), "f4")),
-                          config=TrainConfig(batch_per_rank=4, epochs=2), callbacks=[Halve()])
+    result = hvdtrain.fit(
+        model, np.ones((8, 1), "f4"), np.zeros((8, 1), "f4"),
+        config=TrainConfig(batch_per_rank=4, epochs=2), callbacks=[Halve()])
     np.testing.assert_allclose(result.history["learning_rate"], [0.4, 0.2], rtol=1e-6)
 
 
@@ -175,7 +179,8 @@ def test_scale_factors(rule, factor):
 
 def test_a_run_leaves_whole_files(tmp_path):
     config = TrainConfig(epochs=5, batch_per_rank=10, output=tmp_path / "run", keep_checkpoints=2)
-    result = hvdtrain.fit(compiled(metrics=["mae"]), data(), validation=data(8), config=config)
+    result = hvdtrain.fit(
+        compiled(metrics=["mae"]), *data(), validation_data=data(8), config=config)
     assert sorted(os.listdir(tmp_path / "run")) == [
         "checkpoints", "metrics.jsonl", "model.keras", "tensorboard"]
     assert sorted(os.listdir(tmp_path / "run/checkpoints")) == [
@@ -187,7 +192,7 @@ def test_a_run_leaves_whole_files(tmp_path):
     state = read_state(tmp_path / "run/checkpoints/epoch-00004.keras")
     assert (state.epoch, state.step, state.ranks) == (4, 16, 1)
     # A plain Keras file: Adam is Adam, and training goes on without hvdtrain.
-    loaded = keras.models.load_model(result.model_path)
+    loaded = keras.models.load_model(tmp_path / "run/model.keras")
     assert type(loaded.optimizer) is keras.optimizers.Adam
     assert int(loaded.optimizer.iterations.numpy()) == 20
     loaded.fit(*data(), verbose=0)
@@ -201,14 +206,15 @@ def test_a_resumed_run_ends_like_one_that_was_not_cut(tmp_path):
                                   keras.layers.Dropout(0.5), keras.layers.Dense(1)])
         model.compile(DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
         return model
-    config = TrainConfig(epochs=4, batch_per_rank=8, output=tmp_path / "a", tensorboard=False)
+    config = TrainConfig(epochs=4, batch_per_rank=8, output=tmp_path / "a", tensorboard=False,
+                         seed=3)
     whole = make(1)
-    history = hvdtrain.fit(whole, data(), config=config).history
+    history = hvdtrain.fit(whole, *data(), config=config).history
     cut = replace(config, output=tmp_path / "b", epochs=2)
-    hvdtrain.fit(make(1), data(), config=cut)
+    hvdtrain.fit(make(1), *data(), config=cut)
     resumed = make(99)
-    result = hvdtrain.fit(resumed, data(), config=replace(cut, epochs=4, resume=True))
-    assert result.first_epoch == 2
+    result = hvdtrain.fit(resumed, *data(), config=replace(cut, epochs=4, resume=True))
+    assert result.epoch == [2, 3]
     np.testing.assert_allclose(result.history["loss"], history["loss"][2:], rtol=1e-6)
     for a, b in zip(whole.weights, resumed.weights, strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
@@ -219,27 +225,27 @@ def test_a_resumed_run_ends_like_one_that_was_not_cut(tmp_path):
 
 def test_a_former_run_is_not_written_over(tmp_path):
     config = TrainConfig(output=tmp_path, tensorboard=False)
-    hvdtrain.fit(compiled(), data(), config=config)
+    hvdtrain.fit(compiled(), *data(), config=config)
     with pytest.raises(CheckpointError, match=r"holds files of a former run.*--resume"):
-        hvdtrain.fit(compiled(), data(), config=config)
-    hvdtrain.fit(compiled(), data(), config=replace(config, overwrite=True))
+        hvdtrain.fit(compiled(), *data(), config=config)
+    hvdtrain.fit(compiled(), *data(), config=replace(config, overwrite=True))
 
 
 def test_a_strangers_file_is_neither_replaced_nor_deleted(tmp_path):
     (tmp_path / "model.keras").write_text("mine")
     config = TrainConfig(output=tmp_path, checkpoint_every_epochs=0)
     with pytest.raises(CheckpointError, match=r"holds files of a former run \(model.keras\)"):
-        hvdtrain.fit(compiled(), data(), config=config)
+        hvdtrain.fit(compiled(), *data(), config=config)
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard/mine.txt").write_text("mine")
-    hvdtrain.fit(compiled(), data(), config=replace(config, overwrite=True))
+    hvdtrain.fit(compiled(), *data(), config=replace(config, overwrite=True))
     assert (tmp_path / "tensorboard/mine.txt").read_text() == "mine"
 
 
 def test_an_output_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "f").touch()
     with pytest.raises(CheckpointError, match="is a file; a folder is needed"):
-        hvdtrain.fit(compiled(), data(), config=TrainConfig(output=tmp_path / "f"))
+        hvdtrain.fit(compiled(), *data(), config=TrainConfig(output=tmp_path / "f"))
 
 
 def saved_store(folder, epochs=(1, 2)):
@@ -264,8 +270,10 @@ def flip(path):
 
 def test_the_step_of_a_checkpoint_counts_what_was_trained(tmp_path):
     config = TrainConfig(epochs=1, batch_per_rank=8, output=tmp_path, tensorboard=False)
-    hvdtrain.fit(compiled(), data(), config=config)
-    hvdtrain.fit(compiled(), data(), config=replace(
+    hvdtrain.fit(compiled(), *data(), config=config)
+    hvdtrain.fit(
+        compiled(), *data(),
+        config=replace(
         config, epochs=2, batch_per_rank=4, resume=True))
     assert read_state(tmp_path / "checkpoints/epoch-00002.keras").step == 5 + 10
 
@@ -331,20 +339,20 @@ def test_a_loss_that_is_not_finite_stops_the_run():
     x, y = data()
     x[20] = np.inf
     with pytest.raises(TrainingError, match="since step 3, first on rank 0"):
-        hvdtrain.fit(compiled(), (x, y), config=TrainConfig(batch_per_rank=8, shuffle=False))
+        hvdtrain.fit(compiled(), x, y, config=TrainConfig(batch_per_rank=8, shuffle=False))
 
 
 def test_a_request_to_stop_ends_the_run_with_its_own_code():
     with pytest.raises(TrainingError, match="Stopped on request") as caught:
-        hvdtrain.fit(compiled(), data(), stop_asked=lambda: True,
-                     config=TrainConfig(batch_per_rank=8))
+        hvdtrain.fit(
+            compiled(), *data(), stop_asked=lambda: True, config=TrainConfig(batch_per_rank=8))
     assert caught.value.exit_code == 75
 
 
 def test_an_unbuilt_model_is_built_before_training():
     model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
     model.compile(DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
-    hvdtrain.fit(model, data())
+    hvdtrain.fit(model, *data())
     assert model.built
 
 
@@ -352,7 +360,7 @@ def test_steps_per_execution_that_do_not_divide_the_epoch_take_no_step_too_many(
     models = [compiled(keras.optimizers.SGD(0.01)) for _ in range(2)]
     for model, per_execution in zip(models, (1, 4), strict=True):
         model.compile(model.optimizer, "mse", steps_per_execution=per_execution)
-        hvdtrain.fit(model, data(60), config=TrainConfig(batch_per_rank=10, epochs=2))
+        hvdtrain.fit(model, *data(60), config=TrainConfig(batch_per_rank=10, epochs=2))
         assert int(model.optimizer.iterations.numpy()) == 12
     for a, b in zip(models[0].weights, models[1].weights, strict=True):
         np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-6)
@@ -410,7 +418,8 @@ def test_a_metric_that_gives_an_array_is_an_array_in_history_and_files(tmp_path)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
     model.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.F1Score(name="f1")])
     x, y = np.eye(4, dtype="f4"), np.eye(4, 3, dtype="f4")
-    result = hvdtrain.fit(model, (x, y), validation=(x, y), config=TrainConfig(output=tmp_path))
+    result = hvdtrain.fit(
+        model, x, y, validation_data=(x, y), config=TrainConfig(output=tmp_path))
     expected = model.evaluate(x, y, verbose=0, return_dict=True)["f1"]
     np.testing.assert_allclose(result.history["val_f1"][0], expected)
     line = json.loads((tmp_path / "metrics.jsonl").read_text())

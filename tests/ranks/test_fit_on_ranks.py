@@ -78,8 +78,8 @@ def train(keras, session, make, data):
     hvdtrain.DistributedOptimizer(ours.optimizer)
     config = hvdtrain.TrainConfig(batch_per_rank=BATCH, epochs=2, shuffle=False,
                                   lr_scaling="none", remainder="join")
-    result = hvdtrain.fit(ours, data, config=config, session=session)
     x, y, *weight = data
+    result = hvdtrain.fit(ours, x, y, sample_weight=weight[0] if weight else None, config=config)
     theirs = plain.fit(x, y, batch_size=FULL, epochs=2, shuffle=False, verbose=0,
                        sample_weight=weight[0] if weight else None)
     return ours, plain, result.history, theirs.history
@@ -121,8 +121,9 @@ def test_a_rank_without_samples_runs_every_layer_and_keeps_its_statistics(rank_s
 
         def on_train_batch_end(self, batch, logs=None):
             seen.append([v.numpy() for v in self.model.layers[1].non_trainable_variables])
-    hvdtrain.fit(model, (x, y[:, 0]), callbacks=[Statistics()], session=rank_session,
-                 config=hvdtrain.TrainConfig(batch_per_rank=BATCH, shuffle=False,
+    hvdtrain.fit(
+        model, x, y[:, 0], callbacks=[Statistics()],
+        config=hvdtrain.TrainConfig(batch_per_rank=BATCH, shuffle=False,
                                              lr_scaling="none", remainder="join"))
     assert len(seen) == 4
     assert all(np.isfinite(v).all() for v in seen[-1])
@@ -175,8 +176,9 @@ def test_several_outputs_and_steps_per_execution(rank_session, keras):
     import hvdtrain
     ours, plain = make(keras), make(keras)
     hvdtrain.DistributedOptimizer(ours.optimizer)
-    hvdtrain.fit(ours, (x, {"a": y, "b": x[:, :1]}), session=rank_session,
-                 config=hvdtrain.TrainConfig(batch_per_rank=BATCH, epochs=2, shuffle=False,
+    hvdtrain.fit(
+        ours, x, {"a": y, "b": x[:, :1]},
+        config=hvdtrain.TrainConfig(batch_per_rank=BATCH, epochs=2, shuffle=False,
                                              lr_scaling="none", remainder="join"))
     plain.fit(x, {"a": y, "b": x[:, :1]}, batch_size=FULL, epochs=2, shuffle=False, verbose=0)
     for a, b in zip(ours.trainable_variables, plain.trainable_variables, strict=True):
@@ -184,10 +186,9 @@ def test_several_outputs_and_steps_per_execution(rank_session, keras):
 
 
 @RANKS
-def test_a_train_step_that_does_not_scale_its_loss_is_refused(rank_session, keras, tf):
-    import hvdtrain
-    from hvdtrain.errors import ConfigError
-
+def test_a_train_step_that_does_not_scale_its_loss_trains_on_parts_of_any_size(
+        rank_session, keras, tf):
+    """Its gradients are weighted, the loss that it tells a mean, and figures of its own."""
     class Own(keras.Sequential):
         def train_step(self, data):
             x, y = data
@@ -195,13 +196,17 @@ def test_a_train_step_that_does_not_scale_its_loss_is_refused(rank_session, kera
                 loss = self.compute_loss(y=y, y_pred=self(x, training=True))
             gradients = tape.gradient(loss, self.trainable_variables)
             self.optimizer.apply(gradients, self.trainable_variables)
-            return {"loss": loss}
-    model = Own([keras.Input((6,)), keras.layers.Dense(3, activation="softmax")])
-    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1)),
-                  "sparse_categorical_crossentropy")
-    with pytest.raises(ConfigError, match="scale_loss"):
-        hvdtrain.fit(model, numbers(FULL + 1), session=rank_session,
-                     config=hvdtrain.TrainConfig(batch_per_rank=BATCH, remainder="join"))
+            self.mean.update_state(loss)
+            return {"loss": loss, "mean": self.mean.result()}
+
+    def made(keras):
+        keras.utils.set_random_seed(3)
+        model = Own([keras.Input((6,)), keras.layers.Dense(3, activation="softmax")])
+        model.mean = keras.metrics.Mean(name="mean")
+        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+        return model
+    for left in (1, 7):
+        assert_equal(*train(keras, rank_session, made, numbers(2 * FULL + left)))
 
 
 METRICS = {
@@ -254,7 +259,7 @@ def test_figures_of_evaluate_are_those_of_one_process(kind, rank_session, keras)
     for samples in (2, 40, 2):
         data = x[:samples], y[:samples]
         expected = plain.evaluate(*data, batch_size=7, verbose=0, return_dict=True)
-        found = hvdtrain.evaluate(ours, data, batch_per_rank=7, session=rank_session)
+        found = hvdtrain.evaluate(ours, *data, batch_size=7, return_dict=True)
         assert found.keys() == expected.keys()
         assert len(found) == len(make(keras.metrics)) + 1
         for name, value in expected.items():
@@ -273,7 +278,7 @@ def test_predictions_come_in_order_on_every_rank(rank_session, keras):
                                  "b": keras.layers.Dense(2, dtype="bfloat16")(inputs)})
     for samples in (1, 2, 50):
         x, _ = numbers(samples)
-        found = hvdtrain.predict(model, x, batch_per_rank=4, session=rank_session)
+        found = hvdtrain.predict(model, x, batch_size=4)
         expected = model.predict(x, batch_size=4, verbose=0)
         assert found["a"].shape == (samples, 3)
         assert found["b"].dtype == np.asarray(expected["b"]).dtype
@@ -313,8 +318,8 @@ def test_a_metric_says_how_it_is_merged_or_is_refused(rank_session, keras, tf):
     x, _ = numbers(30)
     y = np.arange(30, dtype="f4")[:, None]
     with pytest.raises(TrainingError, match="`largest` .* begins with -inf"):
-        hvdtrain.evaluate(model(Largest()), (x, y), session=rank_session)
-    assert hvdtrain.evaluate(model(Merged()), (x, y), session=rank_session)["largest"] == 29.0
+        hvdtrain.evaluate(model(Largest()), x, y, return_dict=True)
+    assert hvdtrain.evaluate(model(Merged()), x, y, return_dict=True)["largest"] == 29.0
 
 
 @RANKS
@@ -345,8 +350,8 @@ def test_callbacks_of_keras_decide_alike_and_only_the_chief_writes(
     model = dense(keras)
     hvdtrain.DistributedOptimizer(model.optimizer)
     result = hvdtrain.fit(
-        model, numbers(50), validation=numbers(20, seed=9), callbacks=callbacks,
-        session=rank_session, config=hvdtrain.TrainConfig(
+        model, *numbers(50), validation_data=numbers(20, seed=9), callbacks=callbacks,
+        config=hvdtrain.TrainConfig(
             batch_per_rank=BATCH, epochs=9, lr_scaling="none", output=f"{folder}/out"))
     epochs = len(result.history["loss"])
     assert epochs == 2, "min_delta is never reached, so patience ends the run"
@@ -378,7 +383,7 @@ def test_backup_and_restore_begins_all_ranks_with_the_same_weights(
         hvdtrain.DistributedOptimizer(model.optimizer)
         backup = keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False)
         result = hvdtrain.fit(
-            model, numbers(50), callbacks=[backup, *extra], session=rank_session,
+            model, *numbers(50), callbacks=[backup, *extra],
             config=hvdtrain.TrainConfig(batch_per_rank=BATCH, epochs=epochs, lr_scaling="none"))
         return model, result
     whole, _ = fit(3)
@@ -406,8 +411,8 @@ def test_own_figures_of_a_train_step_are_averaged_over_ranks(rank_session, keras
     model = Own([keras.Input((6,)), keras.layers.Dense(3, activation="softmax")])
     model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1)),
                   "sparse_categorical_crossentropy")
-    result = hvdtrain.fit(model, numbers(FULL), session=rank_session,
-                          config=hvdtrain.TrainConfig(batch_per_rank=BATCH))
+    result = hvdtrain.fit(
+        model, *numbers(FULL), config=hvdtrain.TrainConfig(batch_per_rank=BATCH))
     assert result.history["mine"] == [1.0]
 
 
@@ -434,8 +439,9 @@ def test_a_run_goes_on_from_a_checkpoint_within_an_epoch(rank_session, keras, tm
         if lost:
             figures.append(None)
         stopping = keras.callbacks.EarlyStopping("loss", patience=9)
-        hvdtrain.fit(model, numbers(6 * FULL), callbacks=[Lose(), stopping], session=rank_session,
-                     config=hvdtrain.TrainConfig(
+        hvdtrain.fit(
+            model, *numbers(6 * FULL), callbacks=[Lose(), stopping],
+            config=hvdtrain.TrainConfig(
                          batch_per_rank=BATCH, epochs=2, lr_scaling="none", tensorboard=False,
                          output=f"{folder}/{output}", **config))
         return model, stopping
@@ -478,8 +484,7 @@ def test_a_stream_of_unknown_length_trains_as_the_union_of_its_batches(
     ours, plain = dense(keras), plain_dense(keras)
     hvdtrain.DistributedOptimizer(ours.optimizer)
     result = hvdtrain.fit(
-        ours, hvdtrain.StreamSource(share), session=rank_session,
-        validation=hvdtrain.StreamSource(share),
+        ours, hvdtrain.StreamSource(share), validation_data=hvdtrain.StreamSource(share),
         config=hvdtrain.TrainConfig(batch_per_rank=BATCH, epochs=2, lr_scaling="none"))
     steps = [np.concatenate([np.arange(begins[r], begins[r + 1])[s * BATCH:(s + 1) * BATCH]
                              for r in range(3)]) for s in range(3)]
@@ -501,11 +506,10 @@ def test_a_data_set_is_divided_sample_by_sample_and_a_stream_that_changes_is_tol
     model = dense(keras)
     hvdtrain.DistributedOptimizer(model.optimizer)
     config = hvdtrain.TrainConfig(batch_per_rank=BATCH, epochs=1)
-    result = hvdtrain.fit(model, hvdtrain.StreamSource(dataset), config=config,
-                          session=rank_session)
+    result = hvdtrain.fit(model, hvdtrain.StreamSource(dataset), config=config)
     assert len(result.history["loss"]) == 1
-    found = hvdtrain.evaluate(model, hvdtrain.StreamSource(dataset), session=rank_session)
-    expected = hvdtrain.evaluate(model, (x, y), session=rank_session)
+    found = hvdtrain.evaluate(model, hvdtrain.StreamSource(dataset), return_dict=True)
+    expected = hvdtrain.evaluate(model, x, y, return_dict=True)
     np.testing.assert_allclose(found["accuracy"], expected["accuracy"], atol=1e-6)
     for later in (9, 13):
         length = [12]
@@ -514,7 +518,7 @@ def test_a_data_set_is_divided_sample_by_sample_and_a_stream_that_changes_is_tol
         assert changing.count(rank_session.world.rank, 3) == 12
         length[0] = later
         with pytest.raises(tf.errors.InvalidArgumentError, match="the stream changed"):
-            hvdtrain.fit(model, changing, session=rank_session, config=config)
+            hvdtrain.fit(model, changing, config=config)
 
 
 def write_packed_files(tf, folder, x, y, lengths):
@@ -559,7 +563,7 @@ def test_files_of_each_rank_train_as_the_union_of_its_batches_and_go_on_within_a
         train, held_out = (hvdtrain.by_file(f"{folder}/*.gz", load) for _ in range(2))
         hvdtrain.DistributedOptimizer(model.optimizer)
         result = hvdtrain.fit(
-            model, train, validation=held_out, session=rank_session, callbacks=callbacks,
+            model, train, validation_data=held_out, callbacks=callbacks,
             config=hvdtrain.TrainConfig(
                 batch_per_rank=BATCH, epochs=2, seed=5, lr_scaling="none", tensorboard=False,
                 output=f"{folder}/{output}", checkpoint_every_steps=3, **config))
@@ -590,7 +594,7 @@ def test_files_of_each_rank_train_as_the_union_of_its_batches_and_go_on_within_a
         fit("lost", [Lose()])
     rank_session.collective.barrier()
     resumed, _, again = fit("lost", resume=True)
-    assert again.first_epoch == 1
+    assert again.epoch == [1]
     assert again.history["loss"] == result.history["loss"][1:]
     for a, b in zip(ours.variables, resumed.variables, strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
@@ -611,8 +615,7 @@ def test_files_that_one_rank_cannot_share_are_refused_on_all(rank_session, keras
     rank_session.collective.barrier()
 
     def evaluate(pattern, load=lambda files: hvdtrain.load_csv(files, target="v")):
-        return hvdtrain.evaluate(dense(keras), hvdtrain.by_file(pattern, load),
-                                 session=rank_session)
+        return hvdtrain.evaluate(dense(keras), hvdtrain.by_file(pattern, load), return_dict=True)
     with pytest.raises(DataError, match="2 files for 3 ranks"):
         evaluate(f"{folder}/[01].csv")
     with pytest.raises(ConfigError, match="number of files is 4 on rank 0 and 3 on rank 2"):
@@ -645,7 +648,8 @@ def test_compiled_halves_and_divided_state_train_as_without(zero, optimizer, ran
                       "sparse_categorical_crossentropy", metrics=["accuracy"])
         x, y = sequences(3 * FULL + 4)
         result = hvdtrain.fit(
-            model, (x, y[:, 0]), session=rank_session, config=hvdtrain.TrainConfig(
+            model, x, y[:, 0],
+            config=hvdtrain.TrainConfig(
                 batch_per_rank=BATCH, epochs=2, lr_scaling="none", remainder="join", xla=xla,
                 zero=zero))
         return model, result.history
@@ -670,8 +674,9 @@ def test_layers_that_each_rank_has_for_itself_may_have_other_shapes(rank_session
         options=hvdtrain.ReducerOptions(local_variables=("own", "own_out")))
     model.compile(optimizer, "sparse_categorical_crossentropy")
     begin = model.get_layer("own").kernel.numpy()
-    hvdtrain.fit(model, numbers(3 * FULL), session=rank_session,
-                 config=hvdtrain.TrainConfig(batch_per_rank=BATCH, lr_scaling="none"))
+    hvdtrain.fit(
+        model, *numbers(3 * FULL),
+        config=hvdtrain.TrainConfig(batch_per_rank=BATCH, lr_scaling="none"))
     own = model.get_layer("own").kernel.numpy()
     assert own.shape == (8, 4 + rank)
     assert 0 < np.abs(own - begin).max() < 0.1  # three steps from where this rank began
@@ -686,7 +691,7 @@ def test_what_xla_cannot_compile_is_refused(rank_session, keras):
     model = masked(keras)
     hvdtrain.DistributedOptimizer(model.optimizer)
     with pytest.raises(ConfigError, match="cannot be compiled by XLA"):
-        hvdtrain.fit(model, sequences(FULL), config=config, session=rank_session)
+        hvdtrain.fit(model, *sequences(FULL), config=config)
 
     class Own(keras.Sequential):
         def train_step(self, data):
@@ -695,4 +700,4 @@ def test_what_xla_cannot_compile_is_refused(rank_session, keras):
     own.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1)),
                 "sparse_categorical_crossentropy")
     with pytest.raises(ConfigError, match="has one of its own"):
-        hvdtrain.fit(own, numbers(FULL), config=config, session=rank_session)
+        hvdtrain.fit(own, *numbers(FULL), config=config)

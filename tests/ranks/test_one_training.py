@@ -45,14 +45,14 @@ def test_the_rate_is_scaled_once_however_often_a_model_is_trained(rank_session, 
     ours = classifier(keras, keras.optimizers.SGD(0.1))
     plain = classifier(keras, keras.optimizers.SGD(0.2))
     for _ in range(3):
-        result = hvdtrain.fit(ours, (x, y), config=settings(lr_scaling="linear"))
+        result = hvdtrain.fit(ours, x, y, config=settings(lr_scaling="linear"))
         plain.fit(x, y, batch_size=8, shuffle=False, verbose=0)
         assert result.history["learning_rate"] == pytest.approx([0.2])
         assert float(ours.optimizer.learning_rate) == pytest.approx(0.1)
     assert_close(ours, plain)
     ours.save(tmp_path / "m.keras")
     loaded = keras.models.load_model(tmp_path / "m.keras")
-    result = hvdtrain.fit(loaded, (x, y), config=settings(lr_scaling="linear"))
+    result = hvdtrain.fit(loaded, x, y, config=settings(lr_scaling="linear"))
     plain.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     assert result.history["learning_rate"] == pytest.approx([0.2])
     assert_close(loaded, plain)
@@ -66,8 +66,9 @@ def test_callbacks_set_the_rate_of_one_process_and_files_hold_it(rank_session, k
     halving = keras.callbacks.LearningRateScheduler(
         lambda epoch, rate: seen.append(rate) or rate / 2)
     saved = keras.callbacks.ModelCheckpoint(str(tmp_path / "m.keras"))
-    result = hvdtrain.fit(model, numbers(), callbacks=[halving, saved],
-                          config=settings(lr_scaling="linear", epochs=2))
+    result = hvdtrain.fit(
+        model, *numbers(), callbacks=[halving, saved],
+        config=settings(lr_scaling="linear", epochs=2))
     assert seen == pytest.approx([0.4, 0.2])
     assert result.history["learning_rate"] == pytest.approx([0.4, 0.2])
     if rank_session.world.is_chief:
@@ -92,13 +93,13 @@ def test_settings_of_a_script_reach_the_reduction(given, plain, rank_session, ke
     from hvdtrain.optim.zero import divided
     optimizer = keras.optimizers.Adam(0.01)
     model = classifier(keras, optimizer if plain else hvdtrain.DistributedOptimizer(optimizer))
-    hvdtrain.fit(model, numbers(8), config=settings(**given), dry_run=True)
+    hvdtrain.fit(model, *numbers(8), config=settings(**given), dry_run=True)
     if "zero" in given:
         assert divided(model.optimizer) is not None
         return
     used = ReducerOptions.of(settings(**given))
     assert state_of(model.optimizer).reducer._options == used != ReducerOptions()
-    hvdtrain.fit(model, numbers(8), config=settings(), dry_run=True)
+    hvdtrain.fit(model, *numbers(8), config=settings(), dry_run=True)
     assert state_of(model.optimizer).reducer._options == ReducerOptions()
 
 
@@ -108,7 +109,7 @@ def test_compressed_gradients_of_a_script_train_another_model(rank_session, kera
     made = []
     for compression in ("none", "bf16", "none"):
         model = classifier(keras, hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1)))
-        hvdtrain.fit(model, numbers(), config=settings(compression=compression))
+        hvdtrain.fit(model, *numbers(), config=settings(compression=compression))
         made.append(np.concatenate([w.ravel() for w in model.get_weights()]))
         assert_same_everywhere(rank_session, model.weights)
     np.testing.assert_array_equal(made[0], made[2])
@@ -128,7 +129,7 @@ def test_what_a_script_cannot_be_given_is_refused(rank_session, keras, tmp_path)
             ({"timeline": tmp_path / "t.json"}, r"hvdtrain.init\(timeline="),
             ({"compression": "bf16"}, "compression='bf16', and the options given to")):
         with pytest.raises(ConfigError, match=message):
-            hvdtrain.fit(model, numbers(), config=hvdtrain.TrainConfig(**given))
+            hvdtrain.fit(model, *numbers(), config=hvdtrain.TrainConfig(**given))
     with pytest.raises(OptimizerError, match="distributed already"):
         hvdtrain.DistributedOptimizer(model.optimizer, options=hvdtrain.ReducerOptions())
 
@@ -143,7 +144,7 @@ def test_the_seed_of_a_script_draws_order_and_dropout(rank_session, keras):
                                   keras.layers.Dense(3, activation="softmax")])
         keras.utils.set_random_seed(len(made))
         model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
-        hvdtrain.fit(model, numbers(), config=settings(seed=seed))
+        hvdtrain.fit(model, *numbers(), config=settings(seed=seed))
         made.append(model.get_weights()[0])
     np.testing.assert_array_equal(made[0], made[1])
     assert np.abs(made[0] - made[2]).max() > 0
@@ -178,8 +179,9 @@ def test_callbacks_are_called_as_keras_calls_them(rank_session, keras):
     ours, theirs = [], []
     model = classifier(keras, keras.optimizers.Adam(0.01), metrics=["accuracy"])
     plain = classifier(keras, keras.optimizers.Adam(0.01), metrics=["accuracy"])
-    hvdtrain.fit(model, (x, y), validation=held, config=settings(epochs=2),
-                 callbacks=[_Recorder.made(keras, ours)])
+    hvdtrain.fit(
+        model, x, y, validation_data=held, config=settings(epochs=2),
+        callbacks=[_Recorder.made(keras, ours)])
     plain.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0, validation_data=held,
               callbacks=[_Recorder.made(keras, theirs)])
     assert [call[:-1] for call in ours] == [call[:-1] for call in theirs]
@@ -203,7 +205,7 @@ def test_averaged_weights_are_validated(at_the_end_of_an_epoch, rank_session, ke
             found = model.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0,
                               validation_data=(x, y), callbacks=[swap]).history
         else:
-            found = train(model, (x, y), validation=(x, y), config=settings(epochs=3),
+            found = train(model, x, y, validation_data=(x, y), config=settings(epochs=3),
                           callbacks=[swap]).history
         histories.append(found["val_loss"])
     np.testing.assert_allclose(*histories, atol=1e-6)
@@ -222,7 +224,7 @@ def test_figures_that_a_callback_adds_are_made_equal(rank_session, keras):
                 logs["late"] = 7.0
     model = classifier(keras, keras.optimizers.SGD(0.1))
     halve = keras.callbacks.ReduceLROnPlateau(monitor="own", mode="min", patience=1, factor=0.5)
-    result = hvdtrain.fit(model, numbers(), config=settings(epochs=3), callbacks=[Own(), halve])
+    result = hvdtrain.fit(model, *numbers(), config=settings(epochs=3), callbacks=[Own(), halve])
     assert result.history["own"] == [0.0, 0.0, 0.0]
     assert result.history["late"] == [7.0, 7.0, 7.0]
     assert float(model.optimizer.learning_rate) == pytest.approx(0.025)
@@ -239,7 +241,7 @@ def test_a_rank_that_decides_otherwise_is_found_in_the_same_epoch(rank_session, 
             if rank_session.world.rank:
                 self.model.optimizer.learning_rate = 0.01
     with pytest.raises(TrainingError, match=r"callbacks of epoch 1: rank 1 of 2.*learning_rate"):
-        hvdtrain.fit(model, numbers(), config=settings(epochs=1), callbacks=[Odd()])
+        hvdtrain.fit(model, *numbers(), config=settings(epochs=1), callbacks=[Odd()])
 
 
 @THREE
@@ -251,7 +253,7 @@ def test_losses_of_single_outputs_are_means_over_samples(rank_session, keras):
     x = np.arange(7, dtype="f4")[:, None] ** 2
     zero = np.zeros_like(x)
     expected = float(x.mean())
-    found = hvdtrain.evaluate(model, (x, {"a": zero, "b": zero}), batch_per_rank=4)
+    found = hvdtrain.evaluate(model, x, {"a": zero, "b": zero}, batch_size=4, return_dict=True)
     assert found["a_loss"] == pytest.approx(expected)
     assert found["loss"] == pytest.approx(2 * expected)
 
@@ -286,9 +288,9 @@ def test_gradients_that_are_clipped_by_hand_are_told_of(rank_session, keras, tf)
     from hvdtrain.errors import OptimizerError
     x, y = numbers(16)
     with pytest.raises(OptimizerError, match=r"changes the gradient of .*each rank would change"):
-        hvdtrain.fit(clipping_by_hand(keras, tf, tf.GradientTape), (x, y), config=settings())
+        hvdtrain.fit(clipping_by_hand(keras, tf, tf.GradientTape), x, y, config=settings())
     ours = clipping_by_hand(keras, tf, hvdtrain.DistributedGradientTape)
-    hvdtrain.fit(ours, (x, y), config=settings())
+    hvdtrain.fit(ours, x, y, config=settings())
     plain = clipping_by_hand(keras, tf, tf.GradientTape)
     plain(x[:1])
     plain.fit(x, y, batch_size=8, shuffle=False, verbose=0)
@@ -304,7 +306,7 @@ def test_evaluate_and_predict_refuse_models_that_differ(rank_session, keras):
         model.weights[0].assign(model.weights[0] + 1)
     x, y = numbers()
     with pytest.raises(TrainingError, match="hold different models: rank 1 of 2"):
-        hvdtrain.evaluate(model, (x, y))
+        hvdtrain.evaluate(model, x, y, return_dict=True)
     with pytest.raises(TrainingError, match="hold different models: rank 1 of 2"):
         hvdtrain.predict(model, x)
     hvdtrain.broadcast_variables(model.weights)
@@ -352,7 +354,7 @@ def test_what_is_made_trainable_or_frozen_counts_from_the_next_compile(rank_sess
     import hvdtrain
     x, y = numbers()
     ours, plain = (classifier(keras, keras.optimizers.SGD(0.1)) for _ in range(2))
-    for train in (lambda: hvdtrain.fit(ours, (x, y), config=settings()),
+    for train in (lambda: hvdtrain.fit(ours, x, y, config=settings()),
                   lambda: plain.fit(x, y, batch_size=8, shuffle=False, verbose=0)):
         train()
         model = plain if train.__code__.co_names[0] == "plain" else ours
@@ -421,7 +423,7 @@ def test_several_optimizers_are_distributed_scaled_saved_and_restored(rank_sessi
     np.testing.assert_allclose(first.history["d_loss"], expected["d_loss"][:2], atol=1e-5)
     resumed = made(0.01)
     second = hvdtrain.fit(resumed, x, config=config(epochs=3, resume=True))
-    assert second.first_epoch == 2
+    assert second.epoch == [2]
     np.testing.assert_allclose(second.history["d_loss"], expected["d_loss"][2:], atol=1e-5)
     for a, b in zip(resumed.weights, plain.weights, strict=True):
         np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-5)
@@ -441,7 +443,7 @@ def test_scales_of_float8_are_those_of_all_ranks(rank_session, keras):
         model.compile(keras.optimizers.SGD(0.1), "mse")
         return model
     ours, plain = made(), made()
-    hvdtrain.fit(ours, (x, y), config=settings(epochs=2))
+    hvdtrain.fit(ours, x, y, config=settings(epochs=2))
     plain.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     assert_same_everywhere(rank_session, ours.weights)
     for a, b in zip(ours.weights, plain.weights, strict=True):
@@ -462,7 +464,7 @@ def test_statistics_of_local_layers_stay_local(rank_session, keras):
         keras.optimizers.SGD(0.01), options=hvdtrain.ReducerOptions(local_variables="local")),
         "mse")
     x, _ = numbers()
-    hvdtrain.fit(model, (x, x[:, :1]), config=settings())
+    hvdtrain.fit(model, x, x[:, :1], config=settings())
     means = [rank_session.collective.gather_objects(layer.moving_mean.numpy())
              for layer in model.layers[:2]]
     assert np.abs(means[0][0] - means[0][1]).max() > 1e-3
@@ -472,6 +474,7 @@ def test_statistics_of_local_layers_stay_local(rank_session, keras):
 @TWO
 def test_a_stateful_model_trains_and_validates_as_in_one_process(rank_session, keras, tmp_path):
     import hvdtrain
+    from hvdtrain.errors import DataError
     rng = np.random.default_rng(0)
     x = rng.normal(size=(34, 5, 2)).astype("f4")
     y = x.sum(axis=(1, 2), keepdims=False)[:, None]
@@ -489,8 +492,10 @@ def test_a_stateful_model_trains_and_validates_as_in_one_process(rank_session, k
 
     def train(model, **given):
         return hvdtrain.fit(
-            model, (x, y), validation=(x[:16], y[:16]),
-            config=settings(remainder="drop", output=folder, tensorboard=False, **given)).history
+            model, x[:32], y[:32], validation_data=(x[:16], y[:16]),
+            config=settings(output=folder, tensorboard=False, **given)).history
+    with pytest.raises(DataError, match="takes batches of 4 samples only.*last one has 2"):
+        hvdtrain.fit(made(4), x, y, config=settings())
     found = train(made(4), epochs=2)
     resumed = made(4)
     more = train(resumed, epochs=3, resume=True)
@@ -498,5 +503,5 @@ def test_a_stateful_model_trains_and_validates_as_in_one_process(rank_session, k
         np.testing.assert_allclose(found[name] + more[name], expected[name], atol=1e-5)
     plain.reset_states() if hasattr(plain, "reset_states") else plain.layers[0].reset_states()
     resumed.layers[0].reset_states()
-    np.testing.assert_allclose(hvdtrain.predict(resumed, x[:16], batch_per_rank=4),
+    np.testing.assert_allclose(hvdtrain.predict(resumed, x[:16], batch_size=8),
                                plain.predict(x[:16], batch_size=8, verbose=0), atol=1e-5)

@@ -54,7 +54,7 @@ def train_on_ranks(keras, session, sync, **kwargs):
     config = hvdtrain.TrainConfig(batch_per_rank=BATCH, shuffle=False, lr_scaling="none",
                                   sync_batch_norm=sync)
     with contextlib.redirect_stdout(io.StringIO()):
-        hvdtrain.fit(model, images(session.world.size), config=config, session=session)
+        hvdtrain.fit(model, *images(session.world.size), config=config)
     return model
 
 
@@ -149,7 +149,7 @@ def test_a_run_that_is_stopped_in_an_epoch_ends_like_one_that_is_not(
         model = make_model(keras)
         model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
         with contextlib.redirect_stdout(io.StringIO()):
-            hvdtrain.fit(model, data, config=config, session=rank_session, **kwargs)
+            hvdtrain.fit(model, *data, config=config, **kwargs)
         return model
     config = hvdtrain.TrainConfig(batch_per_rank=BATCH, epochs=3, output=folder / "whole",
                                   tensorboard=False)

@@ -33,7 +33,7 @@ def train(make_optimizer, session, bucket_bytes=32 << 20, steps_per_execution=1,
     model.compile(optimizer, "mse", steps_per_execution=steps_per_execution)
     config = hvdtrain.TrainConfig(batch_per_rank=equality.BATCH, shuffle=False, zero=True,
                                   lr_scaling="none", **settings)
-    quiet_fit(model, equality.make_data(session.world.size), config=config, session=session)
+    quiet_fit(model, *equality.make_data(session.world.size), config=config)
     return model
 
 
@@ -239,7 +239,7 @@ def test_weights_and_files_are_those_of_a_plain_optimizer_and_load_again(
     # and back: a plain file, loaded by every rank, trained on with divided state
     saved.compile(hvdtrain.DistributedOptimizer(saved.optimizer, zero=True), "mse")
     config = hvdtrain.TrainConfig(batch_per_rank=8, shuffle=False, lr_scaling="none", zero=True)
-    quiet_fit(saved, (x, y), config=config, session=rank_session)
+    quiet_fit(saved, x, y, config=config)
     plain.fit(x, y, batch_size=16, shuffle=False, verbose=0)
     for a, b in zip(saved.trainable_variables, plain.trainable_variables, strict=True):
         np.testing.assert_allclose(a.numpy(), b.numpy(), atol=5e-6)
@@ -262,7 +262,7 @@ def test_a_process_without_hvdtrain_trains_on_what_two_ranks_saved(
     after = keras.models.load_model(folder / "after.keras")
     import hvdtrain
     config = hvdtrain.TrainConfig(batch_per_rank=8, shuffle=False, lr_scaling="none", zero=True)
-    quiet_fit(model, (x, y), config=config, session=rank_session)
+    quiet_fit(model, x, y, config=config)
     for a, b in zip(model.trainable_variables, after.trainable_variables, strict=True):
         np.testing.assert_allclose(a.numpy(), b.numpy(), atol=5e-6)
 
@@ -279,8 +279,7 @@ def test_a_run_goes_on_with_or_without_it(rank_session, keras, tmp_path):
         model = equality.make_model()
         optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01))
         model.compile(hvdtrain.DistributedOptimizer(optimizer, zero=zero), "mse")
-        quiet_fit(model, equality.make_data(2), config=replace(config, zero=zero),
-                  session=rank_session)
+        quiet_fit(model, *equality.make_data(2), config=replace(config, zero=zero))
         rank_session.collective.barrier()
         return model
     config = hvdtrain.TrainConfig(batch_per_rank=8, epochs=2, output=folder / "whole",
@@ -336,4 +335,4 @@ def test_what_does_not_go_together_in_fit(rank_session, keras, tmp_path):
     model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1), zero=True), "mse")
     saving = keras.callbacks.ModelCheckpoint(tmp_path / "m.keras")
     with pytest.raises(OptimizerError, match="ModelCheckpoint saves the optimizer on the chief"):
-        quiet_fit(model, data, callbacks=[saving])
+        quiet_fit(model, *data, callbacks=[saving])

@@ -15,6 +15,7 @@ from hvdtrain.collectives.single import SingleCollective
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.failures import reading_error
 from hvdtrain.data.source import DataSplits, check_source, splits_of
+from hvdtrain.data.stream import one_sample
 from hvdtrain.engines.parameter_server import keras_parts, placement, tf_seam
 from hvdtrain.engines.parameter_server.asynchronous import Asynchronous, Machinery
 from hvdtrain.engines.parameter_server.feeding import Feed, shard_plan
@@ -31,7 +32,7 @@ from hvdtrain.runtime.admission import admit_only
 from hvdtrain.runtime.progress import Progress
 from hvdtrain.session import Session
 from hvdtrain.train import schedule
-from hvdtrain.train.fit import FitResult
+from hvdtrain.train.fit import RunResult
 from hvdtrain.train.output import make_writers, open_output, resume, save_final
 from hvdtrain.train.plan import TrainPlan, make_plan, verbosity
 from hvdtrain.train.prepare import build_model
@@ -76,7 +77,7 @@ class _Prepared:
 
 def train(job: Job, config: TrainConfig, cluster: Cluster, *, world: World, progress: Progress,
           stop_asked: Callable[[], bool], dry_run: bool,
-          opened: Callable[[], None] = lambda: None) -> FitResult:
+          opened: Callable[[], None] = lambda: None) -> RunResult:
     """Train a job on parameter servers. The chief only, before any TensorFlow operation.
 
     Args:
@@ -90,7 +91,7 @@ def train(job: Job, config: TrainConfig, cluster: Cluster, *, world: World, prog
         opened: Called when the output folder is this run's.
 
     Returns:
-        A `FitResult`.
+        A `RunResult`.
 
     Raises:
         ConfigError: The job cannot be trained this way.
@@ -102,7 +103,7 @@ def train(job: Job, config: TrainConfig, cluster: Cluster, *, world: World, prog
     tf_seam.check_tensorflow()
     if dry_run:
         _show(_prepare(job, config, cluster))
-        return FitResult(history={}, first_epoch=0, model_path=None)
+        return RunResult(history={}, first_epoch=0, model_path=None)
     progress.enter("connecting with workers and servers")
     strategy, coordinator = tf_seam.connect(cluster.addresses, cluster.task)
     if cluster.admitted:
@@ -131,7 +132,7 @@ def _show(ready: _Prepared) -> None:
 
 def _train(job: Job, ready: _Prepared, config: TrainConfig, cluster: Cluster, session: Session,
            strategy: Any, coordinator: Any, stop_asked: Callable[[], bool],
-           opened: Callable[[], None]) -> FitResult:
+           opened: Callable[[], None]) -> RunResult:
     progress, store = session.progress, open_output(session, config)
     opened()
     begin = resume(ready.model, session, config, store, ready.plan)
@@ -148,7 +149,7 @@ def _train(job: Job, ready: _Prepared, config: TrainConfig, cluster: Cluster, se
     progress.enter("saving the final model")
     if store is not None:
         store.wait()
-    return FitResult(history=history, first_epoch=begin.epoch,
+    return RunResult(history=history, first_epoch=begin.epoch,
                      model_path=save_final(ready.model, session, config))
 
 
@@ -161,7 +162,7 @@ def _prepare(job: Job, config: TrainConfig, cluster: Cluster) -> _Prepared:
             check_source(source)
     model = job.model()
     keras_parts.check_model(model)
-    build_model(model, splits.train)
+    build_model(model, lambda: one_sample(splits.train))
     fused, partitioner = layout(model, config.ps)
     keras_model.build_metrics(model, splits.train.read(np.zeros(1, np.int64)))
     elementwise = keras_parts.is_elementwise(model.optimizer)
@@ -185,7 +186,8 @@ def _plan(name: str, model: Any, splits: DataSplits, parts: ModelParts, config: 
     tables = f", {len(parts.tables)} embedding tables row by row" if parts.tables else ""
     lines = placement.render(parameters, pieces, cluster.servers)
     return make_plan(
-        model, shards, config, job=name, validation=splits.validation, ranks=cluster.texts,
+        model, shards, config, job=name, ranks=cluster.texts,
+        validation_samples=0 if splits.validation is None else len(splits.validation),
         party="gradient",
         details=(("engine", f"parameter servers, {_mode_words(config, cluster.workers)}"),
                  ("placement", f"{ps.placement} by bytes, {how}{tables}"

@@ -18,6 +18,7 @@ import numpy as np
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.pipeline import evaluation_dataset
 from hvdtrain.data.source import splits_of
+from hvdtrain.data.stream import one_sample
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.job import Job
 from hvdtrain.log import get_logger
@@ -54,7 +55,7 @@ def evaluate_checkpoints(job: Job, config: TrainConfig, ended: threading.Event,
         raise ConfigError("The evaluator has no validation data: the job's data() gives none. "
                           "Return DataSplits(train=..., validation=...), or leave --evaluator out.")
     model = job.model()
-    build_model(model, splits.train)
+    build_model(model, lambda: one_sample(splits.train))
     dataset = evaluation_dataset(splits.validation, np.arange(len(splits.validation)),
                                  config.rank_batch(1))
     store = CheckpointStore(config.output / "checkpoints", keep=config.keep_checkpoints)

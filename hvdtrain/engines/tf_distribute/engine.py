@@ -12,11 +12,11 @@ from hvdtrain.optional import require
 from hvdtrain.world import World
 
 if TYPE_CHECKING:
-    from hvdtrain.train.fit import FitResult
+    from hvdtrain.train.fit import RunResult
 
 
 def fit_with_strategy(job: Job, config: TrainConfig, world: World, environ: Mapping[str, str], *,
-                      stop_asked: Callable[[], bool], dry_run: bool) -> FitResult:
+                      stop_asked: Callable[[], bool], dry_run: bool) -> RunResult:
     """Train a job under the strategy of `config.tf`. Every process must call it.
 
     It must come before the first TensorFlow operation of the process: devices are split and the
@@ -31,7 +31,7 @@ def fit_with_strategy(job: Job, config: TrainConfig, world: World, environ: Mapp
         dry_run: Boolean; print the plan and return.
 
     Returns:
-        A `FitResult`, equal on all processes.
+        A `RunResult`, equal on all processes.
 
     Raises:
         ConfigError: Settings contradict each other, or differ between processes.

@@ -21,6 +21,7 @@ from hvdtrain.collectives.single import SingleCollective
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.source import Source, check_source, splits_of
+from hvdtrain.data.stream import one_sample
 from hvdtrain.engines.tf_distribute import patches
 from hvdtrain.engines.tf_distribute.choice import StrategyChoice, choose_strategy
 from hvdtrain.engines.tf_distribute.cluster import find_cluster
@@ -44,10 +45,10 @@ from hvdtrain.train.callbacks.state import CallbackStates
 from hvdtrain.train.callbacks.user import divide
 from hvdtrain.train.checkpoint import CheckpointStore
 from hvdtrain.train.checkpoint_file import RunState
-from hvdtrain.train.fit import FitResult, first_step_of
+from hvdtrain.train.fit import RunResult, first_step_of
 from hvdtrain.train.loop import RankCallbacks, joined, skip_steps
 from hvdtrain.train.output import make_writers, open_output, resume, save_final, save_times
-from hvdtrain.train.plan import TrainPlan, compare_settings, make_plan, verbosity
+from hvdtrain.train.plan import TrainPlan, compare_settings, facts_of, make_plan, verbosity
 from hvdtrain.train.prepare import build_model, fit_steps_per_execution
 from hvdtrain.train.reading import watched
 from hvdtrain.world import World
@@ -95,7 +96,7 @@ class StrategyRun:
         """Replicas in this process."""
         return int(self.strategy.num_replicas_in_sync) // self.session.world.size
 
-    def fit(self, job: Job, *, stop_asked: Callable[[], bool], dry_run: bool) -> FitResult:
+    def fit(self, job: Job, *, stop_asked: Callable[[], bool], dry_run: bool) -> RunResult:
         """Build the job's model and data, and train. Every process."""
         progress = self.session.progress
         keras.utils.set_random_seed(self.config.seed or 0)
@@ -112,7 +113,7 @@ class StrategyRun:
         if self.session.world.is_chief:
             print(f"hvdtrain plan\n{plan.render()}", flush=True)  # noqa: T201 - promised output
         if dry_run:
-            return FitResult(history={}, first_epoch=0, model_path=None)
+            return RunResult(history={}, first_epoch=0, model_path=None)
         store = open_output(self.session, self.config)
         scale_learning_rate(model.optimizer, plan.lr)
         begin = resume(model, self.session, self.config, store, plan)
@@ -121,7 +122,7 @@ class StrategyRun:
             history = self._train(model, train, validation, plan, store, begin,
                                   list(job.callbacks()), stop_asked)
         progress.enter("saving the final model")
-        return FitResult(history=history, first_epoch=begin.epoch,
+        return RunResult(history=history, first_epoch=begin.epoch,
                          model_path=save_final(model, self.session, self.config))
 
     def _prepare(self, model: Any, train: Source, validation: Source | None,
@@ -130,16 +131,17 @@ class StrategyRun:
         config, session = self.config, self.session
         with self.strategy.scope():
             if getattr(model, "optimizer", None) is not None:
-                build_model(model, train)
+                build_model(model, lambda: one_sample(train))
         hook_optimizer(model, self.strategy)
         self._warn_of_own_losses(model)
-        compare_settings(session.collective, config, train, [model.optimizer])
+        compare_settings(session.collective, config, facts_of(train), [model.optimizer])
         shards = ShardPlan(
             samples=len(train), rank=session.world.rank * self.replicas_here,
             size=int(self.strategy.num_replicas_in_sync), batch_per_rank=config.rank_batch(1),
             seed=config.seed or 0, shuffle=config.shuffle, remainder=config.remainder_as("pad"))
         self._fit_execution(model, shards)
-        return make_plan(model, shards, config, job=job, validation=validation,
+        return make_plan(model, shards, config, job=job,
+                         validation_samples=0 if validation is None else len(validation),
                          ranks=self._replica_texts(), collective=self.choice.describe())
 
     def _warn_of_own_losses(self, model: Any) -> None:
@@ -187,6 +189,7 @@ class StrategyRun:
         coordinator = StrategyCoordinator(
             self.strategy, collective=session.collective, progress=session.progress,
             lr_plan=plan.lr, evaluate=self._evaluator(model, validation), stop=stop,
+            steps_per_epoch=plan.shards.steps,
             check_weights=config.check_weights, stop_on_nan=config.stop_on_nan,
             stop_asked=stop_asked, saver=saver, times=times)
         writers = [] if store is None else make_writers(

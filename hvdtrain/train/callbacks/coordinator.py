@@ -12,7 +12,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import keras
@@ -63,21 +64,25 @@ class Coordinator(keras.callbacks.Callback):
         collective: The collective of the run.
         progress: Of this rank, for the watchdog.
         lr_plan: Scaling of the learning rate.
-        evaluate: Callable that is given the list of callbacks and evaluates this rank's share of
-            the validation data as Keras does, with its calls of callbacks; returns what
-            `model.evaluate` returns as a dictionary. None without validation data.
         check_weights: Boolean, compare checksums.
         stop_on_nan: Boolean, stop when a loss is not finite.
         stop_asked: Callable that tells whether this process was told to stop.
         stop: The callback that knows what the user's callbacks ask for.
         saver: Writes checkpoints within an epoch; None where nothing is saved.
         times: When one is due within an epoch, beside a stop.
+        steps_per_epoch: Integer; None where it is not known.
+        evaluate: Callable that is given the list of callbacks and evaluates this rank's share of
+            the validation data as Keras does, with its calls of callbacks; returns what
+            `model.evaluate` returns as a dictionary. None where Keras' `fit` does it.
+        epoch_ended: Callable, called after the last step of an epoch.
     """
 
     def __init__(self, *, collective: Collective, progress: Progress, lr_plan: LrPlan,
-                 evaluate: Callable[[Any], dict[str, Any]] | None, check_weights: bool,
-                 stop_on_nan: bool, stop_asked: Callable[[], bool], stop: StopAgreement,
-                 saver: CheckpointSaver | None = None, times: SaveTimes | None = None) -> None:
+                 check_weights: bool, stop_on_nan: bool, stop_asked: Callable[[], bool],
+                 stop: StopAgreement, steps_per_epoch: int | None,
+                 saver: CheckpointSaver | None = None, times: SaveTimes | None = None,
+                 evaluate: Callable[[Any], dict[str, Any]] | None = None,
+                 epoch_ended: Callable[[], None] | None = None) -> None:
         super().__init__()
         self._collective = collective
         self._progress = progress
@@ -89,6 +94,10 @@ class Coordinator(keras.callbacks.Callback):
         self._epoch = 0
         self._lr_plan = lr_plan
         self._evaluate = evaluate
+        self._steps_per_epoch = steps_per_epoch
+        self._epoch_ended = epoch_ended
+        self._before_epoch: int | None = None
+        self._batch = 0
         self.callbacks: Any = None
         """The list of all callbacks of the run, for the evaluation."""
         self.is_evaluating = False
@@ -127,7 +136,12 @@ class Coordinator(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Remember which it is."""
         del logs
-        self._epoch = epoch
+        steps = self._steps_per_epoch
+        if steps is not None:
+            self._before_epoch = epoch * steps
+        else:
+            self._before_epoch = (self._before_epoch or 0) + self._batch
+        self._epoch, self._batch = epoch, 0
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Agree where it is time.
@@ -147,10 +161,16 @@ class Coordinator(keras.callbacks.Callback):
                 self.compare_weights("after the first step")
         self._save_or_leave(batch)
         self._steps_seen += self.model.steps_per_execution
+        self._batch = batch + self.model.steps_per_execution
+        self._times.now = self._steps_before() + self._batch
+
+    def _steps_before(self) -> int:
+        """Steps of the epochs before, in this run where their number was not known."""
+        return self._before_epoch or 0
 
     def _save_or_leave(self, batch: int) -> None:
         """Save where it is due, or end where it was asked for."""
-        step = self._epoch * self.params["steps"] + batch
+        step = self._steps_before() + batch
         if self._steps_seen == 0:
             self._times.begin(step)
         due = batch > 0 and (self._clock_asks or self._times.by_steps(step))
@@ -182,7 +202,7 @@ class Coordinator(keras.callbacks.Callback):
         self._progress.advance(f"the end of epoch {epoch + 1}")
         self._agree()
         if self._stopping:
-            self._leave(self.params["steps"])
+            self._leave(self._batch)
         self._average_statistics()
         state.average_accumulators(self._collective, keras_seam.optimizers_of(self.model))
         figures = self._figures(logs)
@@ -190,13 +210,23 @@ class Coordinator(keras.callbacks.Callback):
         self.compare_weights(f"after epoch {epoch + 1}")
         figures["learning_rate"] = effective_rate(
             keras_seam.optimizers_of(self.model), self._lr_plan)
+        if self._epoch_ended is not None:
+            self._epoch_ended()
         if self._evaluate is not None:
-            self.is_evaluating = True
-            with self._progress.phase("evaluating"):
+            with self.evaluating():
                 validation = self._evaluate(self.callbacks)
-            self.is_evaluating = False
             figures.update({f"val_{name}": value for name, value in validation.items()})
         return figures
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """While it is entered, the validation data of the run are evaluated."""
+        self.is_evaluating = True
+        try:
+            with self._progress.phase("evaluating"):
+                yield
+        finally:
+            self.is_evaluating = False
 
     def _figures(self, logs: Any) -> dict[str, Any]:
         """The figures of all ranks after a loop over steps. All ranks."""

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from hvdtrain.collectives.base import Collective
+from hvdtrain.data.batch_plan import BatchPlan
 from hvdtrain.data.shard import ShardPlan
 from hvdtrain.data.stream_plan import StreamPlan
 from hvdtrain.optim import keras_seam
@@ -41,6 +42,8 @@ class SaveTimes:
         self._every_s = every_s
         self._step: int | None = None
         self._at = time.monotonic()
+        self.now = 0
+        """Steps that were done, after the one that runs."""
 
     def begin(self, step: int) -> None:
         """Training begins, or a checkpoint was written, after so many steps."""
@@ -70,7 +73,7 @@ class CheckpointSaver:
     """
 
     def __init__(self, *, collective: Collective, progress: Progress, store: CheckpointStore,
-                 shards: ShardPlan | StreamPlan, version: str,
+                 shards: ShardPlan | StreamPlan | BatchPlan, version: str,
                  states: CallbackStates | None = None) -> None:
         self._collective = collective
         self._progress = progress

@@ -31,28 +31,26 @@ class CheckpointWriter(keras.callbacks.Callback):
         times: When one is due beside that.
         every_epochs: Integer; 0 for none but those of `times`.
         last_epoch: Integer, the number of epochs of the run.
-        steps: Integer, steps of an epoch.
     """
 
     def __init__(self, saver: CheckpointSaver, times: SaveTimes, *, every_epochs: int,
-                 last_epoch: int, steps: int) -> None:
+                 last_epoch: int) -> None:
         super().__init__()
         self._saver = saver
         self._times = times
         self._every = every_epochs
         self._last = last_epoch
-        self._steps = steps
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Save where it is due."""
         del logs
         done = epoch + 1
-        due = self._times.by_steps(done * self._steps)
+        due = self._times.by_steps(self._times.now)
         if self._every:
             due = due or done % self._every == 0 or done == self._last or self.model.stop_training
         if due:
             self._saver.save(self.model, done)
-            self._times.begin(done * self._steps)
+            self._times.begin(self._times.now)
 
 
 class ChiefFile(Protocol):
@@ -120,11 +118,11 @@ class MetricsFile:
         path: Path of the file.
         first_epoch: Integer; lines of this epoch and later ones (from a run that was cut off)
             are removed first.
-        samples_per_epoch: Integer, over all ranks.
+        samples_per_epoch: Integer, over all ranks; None where it is not known.
         done_before: Integer, how many of the first epoch's a former run has trained on.
     """
 
-    def __init__(self, path: Path, *, first_epoch: int, samples_per_epoch: int,
+    def __init__(self, path: Path, *, first_epoch: int, samples_per_epoch: int | None,
                  done_before: int = 0) -> None:
         self._path = path
         self._first_epoch = first_epoch
@@ -151,10 +149,11 @@ class MetricsFile:
     def write(self, epoch: int, figures: dict[str, Any]) -> None:
         """Add the line of an epoch."""
         seconds = time.perf_counter() - self._began
-        samples, self._done_before = max(0, self._samples - self._done_before), 0
         line = {"epoch": epoch + 1, **{k: np.asarray(v).tolist() for k, v in figures.items()},
-                "samples": samples, "seconds": round(seconds, 4),
-                "samples_per_s": round(samples / seconds, 2), "time_s": round(time.time(), 4)}
+                "seconds": round(seconds, 4), "time_s": round(time.time(), 4)}
+        if self._samples is not None:
+            samples, self._done_before = max(0, self._samples - self._done_before), 0
+            line |= {"samples": samples, "samples_per_s": round(samples / seconds, 2)}
         try:
             with self._path.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")
