@@ -27,6 +27,7 @@ from hvdtrain.session import session_for
 from hvdtrain.settings import replace, settings_in, value_of
 from tests.launch_facts import facts
 
+DATA = (np.zeros((8, 2), "f4"), np.zeros((8, 1), "f4"))
 COMMAND = typer.main.get_command(app)
 JOB = """
 import keras
@@ -141,13 +142,14 @@ def typed(*words):
 def trained(monkeypatch, tmp_path):
     """The configurations that reached the training of an engine; nothing is trained."""
     from hvdtrain.engines.tf_distribute import engine
-    from hvdtrain.train import fit
+    from hvdtrain.train.fit import Run, RunResult
+    nothing = RunResult(history={}, first_epoch=0, model_path=None)
     seen = []
     monkeypatch.setattr(rank_main, "run_job", lambda job, config, *_, **__: seen.append(config))
     monkeypatch.setattr(engine, "fit_with_strategy", lambda _, config, *__, **___: seen.append(
         config))
     monkeypatch.setattr(rank_main, "_supervise", lambda config, *_, **__: seen.append(config))
-    monkeypatch.setattr(fit, "fit_job", lambda *_, config, **__: seen.append(config))
+    monkeypatch.setattr(Run, "fit", lambda run, *_, **__: seen.append(run.config) or nothing)
     monkeypatch.setattr(rank_main, "is_forked", lambda: True)  # else the process begins anew
     monkeypatch.setattr(Guard, "fail", lambda guard, error: None)  # else it ends
     monkeypatch.setattr("hvdtrain.launch.facts.gather_facts", lambda *_: facts())
@@ -231,9 +233,18 @@ def from_compare(given, trained):
 
 
 def from_a_script(given, trained):
+    hvdtrain.fit(model_of_a_script(), *DATA, config=replace(TrainConfig(), **given))
+
+
+def from_a_distributed_model(given, trained):
+    config = replace(TrainConfig(), **given)
+    hvdtrain.distribute(model_of_a_script(), config=config).fit(*DATA)
+
+
+def model_of_a_script():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    hvdtrain.fit(model, np.zeros((8, 2), "f4"), config=replace(TrainConfig(), **given))
+    return model
 
 
 def set_words(given):
@@ -273,8 +284,8 @@ def container(text, kind, role):
 
 JOBS = [from_a_job_file, from_a_python_job, from_the_command_line, from_launch, from_slurm,
         from_kubernetes, from_a_tfjob, from_compare]
-SCRIPTS = [from_a_script, from_launch_to_a_script, from_slurm_to_a_script,
-           from_kubernetes_to_a_script, from_a_tfjob_to_a_script]
+SCRIPTS = [from_a_script, from_a_distributed_model, from_launch_to_a_script,
+           from_slurm_to_a_script, from_kubernetes_to_a_script, from_a_tfjob_to_a_script]
 
 
 def refusal(name, door):
