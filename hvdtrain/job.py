@@ -60,6 +60,9 @@ class Job:
     """Returns Keras callbacks, called on every rank."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.config, TrainConfig):
+            raise ConfigError("A job takes config=hvdtrain.TrainConfig(...). Received: "
+                              f"config={self.config!r}")
         plain = settings_of(TrainConfig())
         refuse_in_job(name for name, value in settings_of(self.config).items()
                       if value != plain[name])
