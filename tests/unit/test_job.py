@@ -47,7 +47,7 @@ def test_a_wrong_job_file_is_told_apart(tmp_path, text, message):
 
 
 def test_a_python_job_takes_a_train_config():
-    with pytest.raises(ConfigError, match=r"config=hvdtrain.TrainConfig\(...\). Received: config={"):
+    with pytest.raises(ConfigError, match=r"hvdtrain.TrainConfig\(...\). Received: config={"):
         Job(name="digits", model=dict, data=dict, config={"epochs": 3})
 
 
