@@ -122,6 +122,19 @@ class LaunchError(HvdtrainError, RuntimeError):
     """The job cannot be started as asked."""
 
 
+class RunFailedError(HvdtrainError, RuntimeError):
+    """A run on several ranks, started from this process, has failed."""
+
+    def __init__(self, message: str, *, code: int, rank: int | None = None,
+                 traceback: str = "") -> None:
+        super().__init__(message)
+        self.exit_code = code
+        self.rank = rank
+        """The rank that failed first; None where none did."""
+        self.traceback = traceback
+        """Its traceback, as text."""
+
+
 class BuildError(HvdtrainError, RuntimeError):
     """Building Horovod failed."""
 

@@ -12,6 +12,7 @@ HOW_TO_GET = {
     "tensorflow": "pip install 'hvdtrain[cpu]'   (or 'hvdtrain[gpu]')",
     "keras": "pip install 'hvdtrain[cpu]'   (or 'hvdtrain[gpu]')",
     "horovod.tensorflow": "hvdtrain build-horovod --install",
+    "cloudpickle": "pip install 'hvdtrain[notebook]'",
     "mpi4py": "pip install 'hvdtrain[mpi]'",
     "sklearn": "pip install 'hvdtrain[data]'",
     "google_crc32c": "pip install 'hvdtrain[data]'",

@@ -87,10 +87,10 @@ def divided(dataset: Any, part: Part, *, batches_per_step: int = 1,
         try:
             parts = _parts(dataset, part, batches_per_step)
         except tf_steps.NOT_UNDERSTOOD as error:
-            parts = _late(dataset, part, batches_per_step, f"this pipeline is not understood "
+            parts = _late(dataset, part, batches_per_step, f"since it is not understood "
                           f"({type(error).__name__}: {error})")
     if parts is None:
-        parts = _late(dataset, part, batches_per_step, "")
+        parts = _late(dataset, part, batches_per_step, "as asked")
     return _finished(dataset, parts, part, batches_per_step)
 
 
@@ -101,7 +101,7 @@ def _parts(dataset: Any, part: Part, per_step: int) -> _Parts:
         return _at_batch(dataset, part, per_step)
     known = {"Map", "Cache"} | tf_steps.SAME_ELEMENTS | tf_steps.OTHER_ELEMENTS
     if name not in known or (per_step > 1 and name in tf_steps.OTHER_ELEMENTS):
-        return _late(dataset, part, per_step, f"{tf_steps.shown(dataset)} makes the batches")
+        return _late(dataset, part, per_step, f"since {tf_steps.shown(dataset)} makes it")
     parts = _parts(tf_steps.inputs(dataset)[0], part, per_step)
     if name == "Map":
         return _before_map(dataset, parts, part, per_step)
@@ -110,7 +110,7 @@ def _parts(dataset: Any, part: Part, per_step: int) -> _Parts:
     if name == "Prefetch":
         return parts.then(lambda pairs: tf_steps.again(dataset, pairs))
     if name == "Cache" and not tf_steps.is_in_memory(dataset):
-        return _late(dataset, part, per_step, "the batches are cached in a file")
+        return _late(dataset, part, per_step, "since it is cached in a file")
     if not parts.before:
         return _late(dataset, part, per_step, parts.why)
     again = replace(parts, pairs=tf_steps.again(dataset, parts.pairs), later=None)
@@ -122,7 +122,7 @@ def _parts(dataset: Any, part: Part, per_step: int) -> _Parts:
 def _before_map(dataset: Any, parts: _Parts, part: Part, per_step: int) -> _Parts:
     why = why_not(dataset)
     if why:
-        return _late(dataset, part, per_step, why)
+        return _late(dataset, part, per_step, f"since {why}")
     mapped = tf_steps.Mapped(dataset)
     function = mapped.function()
 
@@ -173,7 +173,8 @@ def _at_batch(dataset: Any, part: Part, per_step: int) -> _Parts:
     begin = undecoded(tf_steps.inputs(dataset)[0])
     why = _why_not_before(dataset, begin)
     if why or not begin.steps:
-        return _late(dataset, part, per_step, why or begin.why or "nothing is decoded before")
+        why = why or begin.why or "nothing is done to the samples before"
+        return _late(dataset, part, per_step, f"since {why}")
     sized = _sized(dataset, per_step)
     batch, drops = tf_steps.batch_size(dataset), tf_steps.drops_remainder(dataset)
     raw, decoder = begin.begin, begin.decoder(part.rank)
@@ -189,7 +190,8 @@ def _at_batch(dataset: Any, part: Part, per_step: int) -> _Parts:
     def made(batches: Any) -> Any:
         own = decoder(batches.map(numbered).unbatch())
         return _in_batches(own, dataset, part, sized.sizes or range(1, batch * per_step + 1))
-    return replace(sized, pairs=made(raw), before=(begin.names,), why=begin.why,
+    return replace(sized, pairs=made(raw), before=(begin.names,),
+                   why=f"since {begin.why}" if begin.why else "",
                    later=None if begin.is_kept else lambda steps: made(_after(raw, steps)))
 
 
@@ -231,6 +233,8 @@ def _finished(dataset: Any, parts: _Parts, part: Part, per_step: int) -> Divided
         sizes is None or not all(map(part.is_even, sizes)))
     vanish = part.remainder == "drop" and (sizes is None or min(sizes) < part.size)
     steps = _steps(dataset, parts, part, per_step, vanish=vanish)
+    options = tf.data.Options().merge(dataset.options())
+    options.deterministic = True
     static = int(part.count(next(iter(sizes)))) if sizes and len(sizes) == 1 else None
 
     @tf_steps.as_it_is
@@ -249,10 +253,9 @@ def _finished(dataset: Any, parts: _Parts, part: Part, per_step: int) -> Divided
         if steps is not None and isinstance(begin, int):
             batches = batches.apply(
                 tf.data.experimental.assert_cardinality(max(steps - begin, 0)))
-        options = tf.data.Options()
-        options.deterministic = True
-        return batches.with_options(dataset.options()).with_options(options)
+        return batches.with_options(options)
 
+    @tf_steps.as_it_is
     def skip(begin: Any) -> Any:
         if parts.later is None or (vanish and not parts.ordered):
             return finished(parts.pairs, begin)
@@ -279,7 +282,7 @@ def _steps(dataset: Any, parts: _Parts, part: Part, per_step: int, *,
 
 
 def _words(parts: _Parts) -> str:
-    if parts.before:
-        return f"divided before {', '.join(parts.before)}" + (
-            f", after {parts.why}" if parts.why else "")
-    return "each whole batch is divided" + (f": {parts.why}" if parts.why else "")
+    if not parts.before:
+        return f"each whole batch is divided, {parts.why}"
+    done = f"divided before {', '.join(parts.before)}"
+    return f"{done}; not earlier, {parts.why}" if parts.why else done

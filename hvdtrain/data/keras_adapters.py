@@ -7,7 +7,7 @@ private parts of Keras' adapters that hvdtrain leans on are used in this module 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -31,9 +31,10 @@ from hvdtrain.data.source import Structure, keras_like
 from hvdtrain.data.stream_order import (
     check_order,
     checksums,
-    first_of_sources,
+    first_before_shuffles,
     is_tuned,
     order_of,
+    some_batch,
 )
 from hvdtrain.errors import DataError
 from hvdtrain.log import get_logger
@@ -76,6 +77,7 @@ class RankAdapter(DataAdapter):  # type: ignore[misc]
         self.weighted = self._divided.weighted
         """Whether the data are pairs `(weight, batch)`."""
         self._skip = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self._first: Structure = None
 
     def get_tf_dataset(self) -> Any:
         """See Keras' `DataAdapter`."""
@@ -136,18 +138,21 @@ class RankAdapter(DataAdapter):  # type: ignore[misc]
 
     def plan(self, steps_per_epoch: int | None) -> BatchPlan:
         """The steps of an epoch."""
-        found = self._divided
-        steps = steps_per_epoch or self.num_batches
-        samples = None
-        if found.global_batch is not None and steps is not None:
-            samples = steps * found.global_batch
+        found, batch = self._divided, self._divided.global_batch
+        is_pipeline = isinstance(self._given, data_adapters.TFDatasetAdapter)
+        if batch is None and not is_pipeline:
+            first = next(v for v in tf.nest.flatten(self._first_batch()) if v is not None)
+            batch = int(np.shape(first)[0]) * self._grouped
+        steps, samples = steps_per_epoch or self.num_batches, None
+        if batch is not None and steps is not None and (steps_per_epoch or found.last_batch):
+            samples = steps * batch
             if not steps_per_epoch:
-                samples = None if found.last_batch is None else (
-                    samples - found.global_batch + found.last_batch)
+                samples += (found.last_batch or 0) - batch
         return BatchPlan(
-            rank=self._part.rank, size=self._part.size, global_batch=found.global_batch,
+            rank=self._part.rank, size=self._part.size, global_batch=batch,
             steps=steps, samples=samples, growth=self._grouped, uneven=self.weighted,
-            order="in the order of the data set", divided=found.why,
+            order="in the order of the data set",
+            divided=found.why if is_pipeline else "every rank makes the whole batches",
             stream_order=repr(order_of(self._whole)))
 
     def one_sample(self) -> Structure:
@@ -171,18 +176,20 @@ class RankAdapter(DataAdapter):  # type: ignore[misc]
             What must be equal on all ranks, by name.
         """
         if isinstance(self._given, data_adapters.TFDatasetAdapter):
-            check_order(self._whole, first_of_sources(self._whole), collective, name)
+            check_order(self._whole, first_before_shuffles(self._whole), collective, name)
         else:
             _check_alike(_tensors(self._first_batch()), collective, name, exactly=False)
         return {f"number of batches of the {name} data": self.num_batches}
 
     def _first_batch(self) -> Structure:
         given = self._given
-        if isinstance(given, data_adapters.PyDatasetAdapter):
-            return given._standardize_batch(given.py_dataset[0])
         if isinstance(given, data_adapters.GeneratorDataAdapter):
             return given._first_batches[0]
-        return next(iter(self._whole.take(1)))
+        if self._first is None:
+            self._first = (given._standardize_batch(given.py_dataset[0])
+                           if isinstance(given, data_adapters.PyDatasetAdapter)
+                           else some_batch(self._whole))
+        return self._first
 
 
 class ArrayAdapter(RankAdapter):
@@ -212,8 +219,8 @@ class ArrayAdapter(RankAdapter):
         self._skip = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._epoch = tf.Variable(0, dtype=tf.int64, trainable=False)
         with tf.device("CPU:0"):
-            self._inputs = keras_like(array_slicing.convert_to_sliceable(
-                given._inputs, target_backend="tensorflow"))
+            self._inputs = _for_each(_tensor, keras_like(array_slicing.convert_to_sliceable(
+                given._inputs, target_backend="tensorflow")))
 
     def get_tf_dataset(self) -> Any:
         """See Keras' `DataAdapter`."""
@@ -245,7 +252,7 @@ class ArrayAdapter(RankAdapter):
         rows = tf.gather(numbers, self._part.rows(samples))
         if known is not None:
             rows.set_shape([max(1, self._part.count(known))])
-        batch = keras.tree.map_structure(lambda array: _rows_of(array, rows), self._inputs)
+        batch = _for_each(lambda array: _rows_of(array, rows), self._inputs)
         return (self._part.weight(samples), batch) if self.weighted else batch
 
     def begin_at(self, epoch: int, step: int, *, steps_per_epoch: int | None) -> None:
@@ -297,14 +304,27 @@ class ArrayAdapter(RankAdapter):
         return {f"number of {name} samples": self._samples}
 
     def _rows(self, numbers: list[int]) -> Structure:
-        return keras.tree.map_structure(
-            lambda array: _rows_of(array, tf.constant(numbers, tf.int64)), self._inputs)
+        return _for_each(lambda array: _rows_of(array, tf.constant(numbers, tf.int64)),
+                         self._inputs)
+
+
+def _for_each(function: Callable[[Any], Any], arrays: Structure) -> Structure:
+    """A function of each array; one that is sparse is a tuple of tensors in Keras' adapter."""
+    def visit(value: Any) -> Any:
+        is_sparse = isinstance(value, array_slicing.TensorflowSparseWrapper)
+        if value is None or (isinstance(value, (list, tuple, dict)) and not is_sparse):
+            return None
+        return function(value)
+    return keras.tree.traverse(visit, arrays)
+
+
+def _tensor(array: Any) -> Any:
+    """An array as a tensor, which a graph refers to: else it would hold a copy."""
+    return tf.convert_to_tensor(array) if isinstance(array, np.ndarray) else array
 
 
 def _rows_of(array: Any, rows: Any) -> Any:
     """Some rows of one of the arrays of Keras' adapter, as its own `grab_batch` takes them."""
-    if array is None:
-        return None
     if isinstance(array, array_slicing.TensorflowSparseWrapper):
         return array_slicing.slice_tensorflow_sparse_wrapper(array, rows)
     return tf.gather(array, rows, axis=0)

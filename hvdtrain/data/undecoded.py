@@ -69,25 +69,18 @@ class Undecoded:
         """
         own, decoder = self.undecoded_share(rank, size), self.decoder(rank)
 
-        def samples(begin: Any) -> Any:
-            if not self.steps:
-                return own.skip(begin)
-            if self.is_kept:
-                return _samples(decoder(_numbered(own))).skip(begin)
-            return _samples(decoder(_numbered(own.skip(begin))))
-        return samples
+        def decoded(samples: Any) -> Any:
+            pairs = tf.data.Dataset.zip((tf.data.Dataset.counter(), samples))
+            return decoder(pairs).map(lambda number, sample: sample)
+        if self.is_kept:
+            own = decoded(own)  # once: each would keep samples of its own
+        if self.is_kept or not self.steps:
+            return lambda begin: own.skip(begin)
+        return lambda begin: decoded(own.skip(begin))
 
     def undecoded_share(self, rank: int, size: int) -> Any:
         """As many samples as `share` gives, to be counted."""
         return self.begin.shard(size, rank) if size > 1 else self.begin
-
-
-def _numbered(dataset: Any) -> Any:
-    return tf.data.Dataset.zip((tf.data.Dataset.counter(), dataset))
-
-
-def _samples(pairs: Any) -> Any:
-    return pairs.map(lambda number, sample: sample)
 
 
 def _second(function: Function) -> Callable[[Any, Any], Any]:
@@ -134,7 +127,7 @@ def undecoded(dataset: Any) -> Undecoded:
     if name == "Cache" or name in tf_steps.OTHER_ELEMENTS:
         return _around(dataset, name)
     if any(tf_steps.kind(node) == "Map" for node in tf_steps.nodes_of(dataset)):
-        return Undecoded(dataset, why=f"{tf_steps.shown(dataset)} comes after what decodes them")
+        return Undecoded(dataset, why=f"{tf_steps.shown(dataset)} comes after a map of the samples")
     return Undecoded(dataset)
 
 
@@ -155,17 +148,17 @@ def _around(dataset: Any, name: str) -> Undecoded:
         return Undecoded(dataset, why=found.why)
     if name == "Cache":
         if not tf_steps.is_in_memory(dataset):
-            return Undecoded(dataset, why="they are cached in a file")
+            return Undecoded(dataset, why="the samples are cached in a file")
         return replace(found, steps=(*found.steps, Step("cache", None, {})))
     if found.is_kept and name in ("Shuffle", "Repeat"):
-        return Undecoded(dataset, why=f"{tf_steps.shown(dataset)} comes after a cache of them")
+        return Undecoded(dataset, why=f"{tf_steps.shown(dataset)} comes after a cache of samples")
     return replace(found, begin=tf_steps.again(dataset, found.begin))
 
 
 def _zipped(dataset: Any) -> Undecoded:
     inputs = tf_steps.inputs(dataset)
     found = [undecoded(branch) for branch in inputs]
-    found = [Undecoded(branch, why="a cache of them is zipped") if one.is_kept else one
+    found = [Undecoded(branch, why="a cache of the samples is zipped") if one.is_kept else one
              for one, branch in zip(found, inputs, strict=True)]
     steps = [step for one in found for step in one.steps]
     if not steps:

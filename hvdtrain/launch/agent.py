@@ -6,9 +6,10 @@ standard input, so that nothing need be installed there to see why a rank cannot
 1. Reads a line `{"peers": [HOST, ...]}`, some of the hosts to which this one needs a way.
 2. Writes `HVDTRAIN-AGENT {...}` with the facts of this host.
 3. Reads a line with a size, and so many bytes of JSON with the work: command, directory, ranks
-   with their environments, grace_s, lease_s (0: for ever), and `preload` where ranks are to be
-   forked: the text of `preload/client.py`, and, unless their environment names a preloaded process,
-   the words that start one.
+   with their environments, grace_s, lease_s (0: for ever), stdin (a descriptor for the standard
+   input of the ranks, or null), and `preload` where ranks are to be forked: the text of
+   `preload/client.py`, and, unless their environment names a preloaded process, the words that
+   start one.
 4. Reads lines `{"signal": N}` for every rank, `{"pause": true}`, and `{}` as a sign of life. Writes
    JSON lines `exit`, `note` for the user, and `output` followed by as many bytes as it says.
 
@@ -63,6 +64,7 @@ class Agent:
         if work["preload"]:
             exec(work["preload"]["client"], self._client.__dict__)  # noqa: S102 - of our launcher
         self._preloader: Any = None
+        self._stdin = subprocess.DEVNULL if work["stdin"] is None else work["stdin"]
         self._kill_at: float | None = None
         self._rest = b""
         self._wake_read, self._wake_write = os.pipe()
@@ -100,7 +102,7 @@ class Agent:
         try:
             fork = self._client.ForkedProgram(
                 env[self._client.SOCKET_VARIABLE], self._work["command"], env=env,
-                cwd=self._work["directory"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                cwd=self._work["directory"], stdin=self._stdin, stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE)
         except self._client.RefusedError as error:
             self._refused(rank, env, str(error))
@@ -134,7 +136,7 @@ class Agent:
         try:
             process = subprocess.Popen(
                 self._work["command"], env=env, cwd=self._work["directory"], bufsize=0,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                stdin=self._stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 start_new_session=True, preexec_fn=prepare)
         except (OSError, subprocess.SubprocessError) as error:
             _send({"type": "exit", "rank": rank, "code": 127, "time": time.time(),

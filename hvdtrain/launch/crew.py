@@ -41,10 +41,17 @@ _OF_THIS_LOGIN = ("SSH_", "XDG_", "BASH_FUNC_", "DBUS_SESSION_")
 
 
 class Crew:
-    """One link per host of a plan."""
+    """One link per host of a plan.
 
-    def __init__(self, plan: LaunchPlan) -> None:
+    Args:
+        plan: The plan.
+        stdin: Integer, a descriptor that the agent of this host has, for the standard input of
+            its ranks. None: they have none.
+    """
+
+    def __init__(self, plan: LaunchPlan, stdin: int | None = None) -> None:
         self._plan = plan
+        self._stdin = stdin
         hosts = list(dict.fromkeys(slot.host for slot in plan.slots))
         self._addresses: dict[str, str] = {}
         """Of this launcher, as each host sees it."""
@@ -135,6 +142,7 @@ class Crew:
                      for slot in self._plan.slots if slot.host == host}
             link.send_work({"command": self._plan.argv, "directory": os.getcwd(), "ranks": ranks,
                             "grace_s": self._plan.grace_s, "preload": preload,
+                            "stdin": self._stdin if link.is_local else None,
                             # On this host the end of the launcher closes the pipe.
                             "lease_s": 0 if link.is_local else LEASE_S})
 

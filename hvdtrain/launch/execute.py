@@ -6,13 +6,15 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 
 from hvdtrain.errors import EXIT_SIGNALLED, LaunchError, MachineError
 from hvdtrain.launch.console import Console
+from hvdtrain.launch.failure import asked_for_input
 from hvdtrain.launch.foreign import ForeignJob
-from hvdtrain.launch.native import NativeJob
+from hvdtrain.launch.native import JobEnd, NativeJob
 from hvdtrain.launch.network import await_names
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.signals import WITH_STOP, SignalInbox
@@ -38,6 +40,28 @@ def launch(plan: LaunchPlan) -> int:
         MachineError: Hosts that cannot be reached; nothing was started.
     """
     _check_folder(plan, os.getcwd())
+    native = plan.starter == "native"
+    console = Console(plan.np, out=sys.stdout, err=sys.stderr, directory=plan.output,
+                      verbose=plan.verbose, live=native and plan.np == 1)
+    try:
+        if native:
+            end = launch_native(plan, console, stdin=_input_of(plan))
+            for line in end.report:
+                console.say(line)
+            if plan.np > 1 and end.cause is not None and asked_for_input(end.cause):
+                console.say("standard input is there with one rank only: input() and debuggers "
+                            "work with -np 1")
+            return end.code
+        with SignalInbox() as inbox:
+            number = _await_others(plan, inbox, console)
+            return (EXIT_SIGNALLED + number if number
+                    else ForeignJob(plan, console).run(_environment(plan), inbox))
+    finally:
+        console.close()
+
+
+def _environment(plan: LaunchPlan) -> dict[str, str]:
+    """That of every rank."""
     env = {name: value for name, value in os.environ.items()
            if not name.startswith(plan.unset)} | dict(plan.env) | {REPORT_VARIABLE: "1"}
     secret = secret_in(env) or new_secret()
@@ -45,16 +69,18 @@ def launch(plan: LaunchPlan) -> int:
         env.pop(SECRET_VARIABLE, None)
     else:
         env[SECRET_VARIABLE] = secret
-    console = Console(plan.np, out=sys.stdout, err=sys.stderr, directory=plan.output,
-                      verbose=plan.verbose)
-    try:
-        if plan.starter == "native":
-            return _launch_native(plan, env, console)
-        with SignalInbox() as inbox:
-            number = _await_others(plan, inbox, console)
-            return EXIT_SIGNALLED + number if number else ForeignJob(plan, console).run(env, inbox)
-    finally:
-        console.close()
+    return env
+
+
+def _input_of(plan: LaunchPlan) -> int | None:
+    """The standard input of this process, where it is that of its only rank."""
+    here = plan.np == 1 and plan.slots[0].host in plan.local_hosts
+    if not here or sys.stdin is None or sys.stdin.closed:
+        return None
+    with suppress(OSError):  # no terminal, or one of another session
+        if os.tcgetpgrp(0) != os.getpgrp():
+            return None  # in the background: what is typed is for the shell
+    return 0
 
 
 def _check_folder(plan: LaunchPlan, folder: str) -> None:
@@ -82,7 +108,20 @@ def _await_others(plan: LaunchPlan, inbox: SignalInbox, console: Console) -> int
     return taken[0] if taken else 0
 
 
-def _launch_native(plan: LaunchPlan, env: Mapping[str, str], console: Console) -> int:
+def launch_native(plan: LaunchPlan, console: Console, *, stdin: int | None = None) -> JobEnd:
+    """Start the ranks with our own starter, and stay until all of them have ended.
+
+    Args:
+        plan: From `make_plan`, for the starter `native`.
+        console: Takes what the ranks write.
+        stdin: Integer, a descriptor for the standard input of the ranks of this host. None: they
+            have none.
+
+    Raises:
+        LaunchError: A host cannot be used as asked.
+        MachineError: Hosts that cannot be reached; nothing was started.
+    """
+    env = _environment(plan) | {STARTER_VARIABLE: "native"}
     slots = {slot.host: slot.local_size for slot in plan.slots}
     with ExitStack() as stack:
         def open_rendezvous(addresses: Sequence[str], sources: Sequence[str]) -> dict[str, int]:
@@ -99,16 +138,20 @@ def _launch_native(plan: LaunchPlan, env: Mapping[str, str], console: Console) -
             stack.callback(server.close)
             return server.ports
 
+        given = () if stdin is None else (os.dup(stdin),)
+        for descriptor in given:
+            stack.callback(os.close, descriptor)
         inbox = stack.enter_context(SignalInbox(WITH_STOP))
-        return NativeJob(plan, console).run(
-            _start_agent, dict(env) | {STARTER_VARIABLE: "native"}, inbox, open_rendezvous)
+        return NativeJob(plan, console, *given).run(
+            partial(_start_agent, descriptors=given), env, inbox, open_rendezvous)
 
 
-def _start_agent(command: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start_agent(command: Sequence[str], descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
     # A session of its own: Ctrl-C in the terminal reaches the launcher alone, which decides.
     try:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, start_new_session=True)
+                                stderr=subprocess.PIPE, start_new_session=True,
+                                pass_fds=descriptors)
     except OSError as error:
         raise MachineError(f"{command[0]} cannot be started: {error}. Other hosts are reached "
                            "with it; install it (Debian/Ubuntu: apt-get install openssh-client)."

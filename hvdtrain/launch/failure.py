@@ -19,6 +19,9 @@ _NOISE = re.compile(
     r"Could not find TensorRT|failed call to cuInit")
 
 
+_NO_INPUT = re.compile(r"EOFError: EOF when reading a line|bdb\.BdbQuit")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
     """How one rank ended."""
@@ -62,8 +65,16 @@ class RankEnd:
         else:
             words = f"exit code {self.code}"
         if self.record is not None and self.record.error:
-            words += f", {self.record.error}: {' '.join(self.record.message.split())}"
+            message = " ".join(self.record.message.split())
+            words += f", {self.record.error}" + (f": {message}" if message else "")
         return words
+
+
+def asked_for_input(end: RankEnd) -> bool:
+    """Whether a rank failed because it read standard input (`input()`, a debugger), without any."""
+    if end.record is not None:
+        return end.record.error in ("EOFError", "BdbQuit")
+    return any(_NO_INPUT.fullmatch(line) for line in end.tail)
 
 
 def is_noise(line: str) -> bool:

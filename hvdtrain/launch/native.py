@@ -12,7 +12,7 @@ import selectors
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hvdtrain.errors import (
@@ -42,10 +42,31 @@ _REPEAT_S = 0.5
 """Schedulers signal twice; a second signal counts only after this time."""
 
 
-class NativeJob:
-    """One job while it runs."""
+@dataclass(frozen=True, kw_only=True)
+class JobEnd:
+    """How a job ended."""
 
-    def __init__(self, plan: LaunchPlan, console: Console) -> None:
+    code: int
+    """The exit code of the job."""
+    cause: RankEnd | None = None
+    """The rank that failed first."""
+    report: tuple[str, ...] = ()
+    """What is to be said of it: which rank failed and how, what became of the others."""
+    signal: int = 0
+    """The signal to the launcher that ended the job; 0: none did."""
+
+
+class NativeJob:
+    """One job while it runs.
+
+    Args:
+        plan: The plan.
+        console: Takes what the ranks write.
+        stdin: Integer, a descriptor that `start` hands on, for the standard input of the ranks of
+            this host. None: they have none.
+    """
+
+    def __init__(self, plan: LaunchPlan, console: Console, stdin: int | None = None) -> None:
         self._plan = plan
         self._console = console
         self._started_s = time.time()
@@ -54,13 +75,13 @@ class NativeJob:
         self._why_stopped = ""
         self._stopped_s: float | None = None
         self._signal = 0
-        self._crew = Crew(plan)
+        self._crew = Crew(plan, stdin)
         self._selector = selectors.DefaultSelector()
         self._gave_up = False
         self._notes: set[str] = set()
 
     def run(self, start: StartProcess, env: Mapping[str, str], inbox: SignalInbox,
-            open_rendezvous: OpenRendezvous) -> int:
+            open_rendezvous: OpenRendezvous) -> JobEnd:
         """Start the ranks and stay to their end.
 
         Args:
@@ -71,7 +92,7 @@ class NativeJob:
                 from some addresses and networks; gives the port at each address.
 
         Returns:
-            The exit code of the job.
+            How the job ended, of which nothing is said yet.
 
         Raises:
             MachineError: Hosts that cannot be reached; nothing was started.
@@ -80,8 +101,9 @@ class NativeJob:
         try:
             if not self._crew.bring_up(start, lambda: self._interrupted(inbox),
                                        self._console.say):
-                self._console.say(f"ended by {signal_name(self._signal)} before the ranks started")
-                return EXIT_SIGNALLED + self._signal
+                return JobEnd(
+                    code=EXIT_SIGNALLED + self._signal, signal=self._signal,
+                    report=(f"ended by {signal_name(self._signal)} before the ranks started",))
             ports = open_rendezvous(self._crew.launcher_addresses(), self._crew.sources())
             self._crew.send_work(env, ports)
             if self._plan.timeout_s is not None:
@@ -97,7 +119,7 @@ class NativeJob:
         finally:
             self._selector.close()
             self._crew.close()
-        return self._report()
+        return self._end()
 
     def _interrupted(self, inbox: SignalInbox) -> bool:
         """Whether a signal ends the job before it has begun."""
@@ -239,31 +261,28 @@ class NativeJob:
             else:
                 self._gave_up = True
 
-    def _report(self) -> int:
-        """Say how it ended, and give the exit code."""
+    def _end(self) -> JobEnd:
+        """How it ended."""
         ends = list(self._ends.values())
         if len(ends) == self._plan.np and all(end.code == EXIT_STOPPED for end in ends):
-            self._console.say("all ranks stopped on request")
-            return EXIT_TIME_OVER if self._why_stopped == "timeout" else EXIT_STOPPED
+            code = EXIT_TIME_OVER if self._why_stopped == "timeout" else EXIT_STOPPED
+            return JobEnd(code=code, signal=self._signal, report=("all ranks stopped on request",))
         cause = first_failure(ends, self._stopped_s)
         before = cause is not None and (self._stopped_s is None or cause.time_s <= self._stopped_s)
         if cause is not None and (before or self._why_stopped in ("", "failure")):
-            for line in describe(cause, self._ends, np=self._plan.np, started_s=self._started_s,
-                                 log=self._console.log_path(cause.rank)):
-                self._console.say(line)
-            return cause.exit_code
+            return JobEnd(code=cause.exit_code, cause=cause, report=tuple(describe(
+                cause, self._ends, np=self._plan.np, started_s=self._started_s,
+                log=self._console.log_path(cause.rank))))
         if self._why_stopped == "timeout":
-            return EXIT_TIME_OVER
-        if self._why_stopped == "signal":
-            return self._after_signal()
-        return 0
+            return JobEnd(code=EXIT_TIME_OVER)
+        return self._after_signal() if self._why_stopped == "signal" else JobEnd(code=0)
 
-    def _after_signal(self) -> int:
+    def _after_signal(self) -> JobEnd:
         """A code the ranks chose themselves counts: it may ask for a requeue."""
         seconds = time.time() - self._started_s
-        self._console.say(f"ended by {signal_name(self._signal)} {seconds:.1f} s after the start")
         chosen = [end.code for end in self._ends.values() if end.code > 0]
         everyone = len(self._ends) == self._plan.np
-        if everyone and not any(end.failed for end in self._ends.values()):
-            return 0
-        return chosen[0] if chosen else EXIT_SIGNALLED + self._signal
+        done = everyone and not any(end.failed for end in self._ends.values())
+        code = chosen[0] if chosen else EXIT_SIGNALLED + self._signal
+        return JobEnd(code=0 if done else code, signal=self._signal, report=(
+            f"ended by {signal_name(self._signal)} {seconds:.1f} s after the start",))

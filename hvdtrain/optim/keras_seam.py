@@ -17,6 +17,7 @@ and watches the order. Both are cheap and run at every start.
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -376,6 +377,14 @@ def outermost_graph() -> Any:
 
 
 def global_seed_variable() -> Any:
-    """The state of Keras' global seed generator; layers without a seed of their own use it."""
+    """The state of Keras' global seed generator; layers without a seed of their own use it.
+
+    Keras seeds it from Python's generator when it is first used; what a script draws from that
+    stays what it is.
+    """
     from keras.src.random.seed_generator import global_seed_generator
-    return global_seed_generator().state
+    before = random.getstate()
+    try:
+        return global_seed_generator().state
+    finally:
+        random.setstate(before)

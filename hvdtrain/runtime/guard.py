@@ -78,19 +78,20 @@ class Guard:
             _flush()
         self.uninstall()
 
-    def fail(self, error: BaseException) -> NoReturn:
-        """Print and report an error, and end the process at once."""
+    def fail(self, error: BaseException, *, told: bool = False) -> NoReturn:
+        """Print and report an error, and end the process at once.
+
+        Args:
+            error: The error.
+            told: Boolean, whether its message is told elsewhere, so that it is not printed.
+        """
         code, secondary = exit_code_of(error), _is_of_another_rank(error)
         if code == EXIT_STOPPED:
             _ignore_further_requests()
-        if isinstance(error, HvdtrainError):
-            sys.stderr.write(f"hvdtrain: {error}\n")
-        elif isinstance(error, KeyboardInterrupt):
-            sys.stderr.write("interrupted\n")
-        else:
-            traceback.print_exception(error)
+        if not told:
+            _print(error)
         interrupted = isinstance(error, KeyboardInterrupt)
-        self._tell(type(error).__name__, str(error), code,
+        self._tell(type(error).__name__, "" if told else str(error), code,
                    primary=not (secondary or interrupted))
         _flush()
         if self._world.size > 1:
@@ -195,6 +196,15 @@ class ScriptGuard:
             return
         sys.stderr.write(f"hvdtrain: {error}\n")
         raise SystemExit(error.exit_code)  # Python ends with it, and runs its exit handlers
+
+
+def _print(error: BaseException) -> None:
+    if isinstance(error, HvdtrainError):
+        sys.stderr.write(f"hvdtrain: {error}\n")
+    elif isinstance(error, KeyboardInterrupt):
+        sys.stderr.write("interrupted\n")
+    else:
+        traceback.print_exception(error)
 
 
 def silence() -> None:

@@ -50,12 +50,13 @@ class Feed(ABC):
         """One sample, with a first axis of length 1."""
 
     @abstractmethod
-    def training(self, epoch: int, step: int) -> dict[str, Any]:
+    def training(self, epoch: int, step: int, *, resumed: bool) -> dict[str, Any]:
         """Arguments of Keras' `fit` for this rank's batches.
 
         Args:
             epoch: Integer, epochs that were done.
             step: Integer, steps of the next one that were done.
+            resumed: Boolean, whether a run of before has trained on their data.
         """
 
     @abstractmethod
@@ -126,8 +127,9 @@ class SourceFeed(Feed):
         """See `Feed.one_sample`."""
         return one_sample(self._source)
 
-    def training(self, epoch: int, step: int) -> dict[str, Any]:
+    def training(self, epoch: int, step: int, *, resumed: bool) -> dict[str, Any]:
         """See `Feed.training`."""
+        del resumed  # the order depends on the number of the epoch
         source, world, progress = self._source, self._session.world, self._session.progress
         where = {"first_epoch": epoch, "first_step": step}
         if isinstance(source, FileShares):
@@ -229,9 +231,9 @@ class KerasFeed(Feed):
         """See `Feed.one_sample`."""
         return self._adapter.one_sample()
 
-    def training(self, epoch: int, step: int) -> dict[str, Any]:
-        """See `Feed.training`."""
-        if epoch or step:
+    def training(self, epoch: int, step: int, *, resumed: bool) -> dict[str, Any]:
+        """See `Feed.training`; with `initial_epoch` alone Keras begins with the first data."""
+        if resumed:
             self._adapter.begin_at(epoch, step, steps_per_epoch=self._steps)
         return {"x": self._adapter, "steps_per_epoch": self._steps}
 

@@ -2,7 +2,7 @@
 
 Who owns what:
 
-- the doors: `hvdtrain.fit` and `hvdtrain.distribute` in `train.keras_door`, jobs in `run`;
+- the doors: `hvdtrain.fit` in `train.keras_door`, `train.distribute`, jobs in `run`;
 - what comes first: `train.prepare`;
 - data: `train.feed`; `data.shard.ShardPlan` and `data.part.Part` decide which samples;
 - steps in which ranks do not count alike: `optim.shares`;
@@ -114,7 +114,7 @@ class Run:
             session.progress.enter("preparing the training")
             plan = self._prepare(train, validation)
             if session.world.is_chief:
-                print(f"hvdtrain plan\n{plan.render()}", flush=True)  # noqa: T201 - promised
+                show_plan(session, plan)
             if dry_run:
                 return RunResult(history={}, first_epoch=0, model_path=None,
                                  callback=keras.callbacks.History())
@@ -150,7 +150,7 @@ class Run:
         begin = resume(model, session, self.config, store, plan)
         done = max(restore_backup(model, self.callbacks, session), self.initial_epoch)
         if done > begin.epoch:
-            begin = dataclasses.replace(begin, epoch=done, samples=0)
+            begin = dataclasses.replace(begin, epoch=done, samples=0, step=0)
         variables = state.training_state(model)
         state.broadcast(session.collective, variables)
         share_loaded(keras_seam.optimizers_of(model))
@@ -171,7 +171,7 @@ class Run:
             steps_per_epoch=plan.shards.steps, epoch_ended=train.on_epoch_end)
         writers = [] if store is None else make_writers(
             session, plan, store, begin.epoch, first_step, saver=saver, times=times)
-        arguments = train.training(begin.epoch, first_step)
+        arguments = train.training(begin.epoch, first_step, resumed=begin.step > 0)
         if (first_step or plan.shards.uneven) and not keras_model.metrics_are_built(model):
             keras_model.build_metrics(model, train.one_sample())
         evaluation = None if validation is None else Evaluation(model, validation, session)
@@ -212,6 +212,14 @@ class Run:
             undo.enter_context(losses_by_samples(model))
             undo.enter_context(joined(model, coordinator, evaluation))
             yield
+
+
+def show_plan(session: Session, plan: TrainPlan) -> None:
+    """Print a plan, unless it is the same as that of the training before. The chief."""
+    text = plan.render()
+    if session.shown != [text]:
+        session.shown[:] = [text]
+        print(f"hvdtrain plan\n{text}", flush=True)  # noqa: T201 - promised output
 
 
 def first_step_of(model: Any, plan: TrainPlan, begin: RunState) -> int:

@@ -334,7 +334,7 @@ def test_much_output_of_another_host_arrives_whole(quiet_hosts: VirtualHosts, ma
     done = launch(quiet_hosts, "-H", "hostb:1", "--", sys.executable, "-c",
                   "for i in range(20000): print(i, 'x' * 50)", mark)
     lines = done.stdout.splitlines()
-    assert [int(line.split()[1]) for line in lines] == list(range(20000))
+    assert [int(line.split()[0]) for line in lines] == list(range(20000))
 
 
 @pytest.mark.parametrize(("configured", "code"), [

@@ -67,3 +67,17 @@ def test_a_stream_begins_later_without_decoding_what_is_before():
     seen.clear()
     assert len(list(stream_dataset(source, plan, first_step=4, epochs=1))) == 1
     assert len(seen) == 4
+
+
+def test_a_rank_keeps_the_samples_of_its_share_in_memory():
+    seen = []
+    numbers = tf.data.Dataset.range(20).map(lambda number: tf.ensure_shape(tf.numpy_function(
+        lambda value: (seen.append(int(value)), value)[1], [number], tf.int64), []))
+    source = hvdtrain.StreamSource(numbers.cache().map(lambda number: number * 2))
+    source.first()
+    seen.clear()
+    plan = StreamPlan(counts=(10, 10), rank=1, batch_per_rank=5)
+    batches = stream_dataset(source, plan, epochs=3)
+    found = [one.tolist() for one in batches.as_numpy_iterator()]
+    assert found == 3 * [[2, 6, 10, 14, 18], [22, 26, 30, 34, 38]]
+    assert seen == list(range(1, 20, 2))

@@ -83,10 +83,10 @@ def test_an_agent_speaks_for_the_ranks_of_its_own_host_only() -> None:
 
     console: Any = Console(2, out=out, err=err, directory=None, verbose=True)
     with SignalInbox() as inbox:
-        code = NativeJob(plan, console).run(start_agent, {SECRET_VARIABLE: new_secret()}, inbox,
-                                            open_rendezvous)
+        end = NativeJob(plan, console).run(start_agent, {SECRET_VARIABLE: new_secret()}, inbox,
+                                           open_rendezvous)
     console.close()
-    assert code == 0, err.getvalue()
+    assert end.code == 0, (end.report, err.getvalue())
     assert "mine" in out.getvalue()
     assert "forged" not in out.getvalue()
     assert "other: its agent speaks for rank 0, which is not there" in err.getvalue()

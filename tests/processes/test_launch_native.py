@@ -80,7 +80,7 @@ c = http.client.HTTPConnection(address)
 c.request("PUT", f"/{capability}/global/0", b"v"); assert c.getresponse().read() == b""; c.close()
 c.request("GET", f"/{capability}/global/0"); print(c.getresponse().read())"""
     assert job((*PYTHON, text, mark), np=1) == 0
-    assert capfd.readouterr().out == "[0] b'v'\n"
+    assert capfd.readouterr().out == "b'v'\n"
 
 
 def test_a_rank_that_exits_ends_the_job_with_its_code(mark: str,

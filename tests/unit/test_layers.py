@@ -15,6 +15,7 @@ LAYERS = {
     "facts": ("config", "engine_config", "settings", "hosts", "world", "job", "horovod_check"),
     "preload": ("preload",),
     "driver": ("launch", "submit"),
+    "notebook": ("notebook",),
     "doctor": ("doctor",),
     "bench": ("bench",),
     "runtime": ("runtime",),
@@ -26,7 +27,7 @@ LAYERS = {
     "train": ("train", "session"),
     "engines": ("engines",),
     "entry": ("entry", "run", "rank_main", "doctor.allreduce_probe",
-              "bench.job_probe"),
+              "bench.job_probe", "notebook.rank", "notebook.__main__"),
     "top": ("cli", "__init__", "__main__"),
 }
 ALLOWED = {
@@ -34,6 +35,7 @@ ALLOWED = {
     "facts": {"base"},
     "preload": set(),
     "driver": {"base", "facts", "preload"},
+    "notebook": {"base", "facts", "preload", "driver"},
     "doctor": {"base", "facts", "driver"},
     "bench": {"base", "facts", "preload", "driver"},
     "runtime": {"base", "facts"},
@@ -45,7 +47,7 @@ ALLOWED = {
     "train": {"base", "facts", "runtime", "collectives", "data", "optim"},
     "engines": {"base", "facts", "preload", "runtime", "collectives", "data", "optim", "train"},
     "entry": {"base", "facts", "preload", "runtime", "collectives", "data", "optim", "zoo", "train",
-              "engines"},
+              "engines", "notebook"},
     "top": set(LAYERS) - {"top"},
 }
 HEAVY = ("tensorflow", "keras", "numpy", "horovod", "mpi4py", "sklearn")
@@ -109,7 +111,7 @@ def loaded_after(statement):
 @pytest.mark.parametrize("statement", [
     "import hvdtrain", "import hvdtrain.cli.main", "import hvdtrain.launch.execute",
     "import hvdtrain.doctor.show", "import hvdtrain.bench.compare", "import hvdtrain.bench.show",
-    "from hvdtrain.job import read_job_file",
+    "from hvdtrain.job import read_job_file", "from hvdtrain import notebook_launcher",
 ])
 def test_the_driver_loads_nothing_heavy(statement):
     assert not loaded_after(statement) & set(HEAVY)

@@ -45,6 +45,51 @@ def test_a_last_line_without_end_is_shown_when_the_rank_ends() -> None:
     assert (out.getvalue(), shown.tail(0)) == ("[0] done\n", ("done",))
 
 
+def test_live_output_comes_at_once_and_as_it_is() -> None:
+    shown, out, err = console(live=True)
+    shown.feed(0, "stdout", b"1/3\r2/3")
+    assert out.getvalue() == "1/3\r2/3"
+    shown.feed(0, "stdout", b"\r3/3 \xe2\x94")
+    shown.feed(0, "stdout", b"\x81\n(Pdb) ")
+    shown.feed(1, "stdout", b"other\n")
+    shown.feed(1, "stderr", b"other\n")
+    assert (out.getvalue(), err.getvalue()) == ("1/3\r2/3\r3/3 \u2501\n(Pdb) ", "")
+    shown.finish(0)
+    assert out.getvalue().endswith("(Pdb) \n")
+    assert (shown.tail(0), shown.tail(1)) == ((), ("other", "other"))
+
+
+def test_live_errors_come_by_lines_without_reports_and_noise() -> None:
+    shown, _, err = console(live=True)
+    shown.feed(0, "stderr", b"careful\nHVD-FAI")
+    shown.feed(0, "stderr", b'LED {"rank": 0, "host": "h", "time_s": 2.0, "error": "E", '
+               b'"message": "m", "primary": true}\noneDNN custom operations are on\n')
+    shown.feed(0, "stderr", b"HVD-DONE\nbar 1")
+    assert err.getvalue() == "careful\n"
+    shown.feed(0, "stderr", b"\rbar 2")
+    assert err.getvalue() == "careful\nbar 1\rbar 2"
+    shown.feed(0, "stderr", b"\nend")
+    shown.finish(0)
+    assert err.getvalue() == "careful\nbar 1\rbar 2\nend\n"
+    assert shown.record(0) is not None
+    assert shown.done == {0}
+
+
+def test_a_live_progress_bar_may_be_long() -> None:
+    shown, out, _ = console(live=True)
+    for _ in range(3000):
+        shown.feed(0, "stdout", b"\r" + b"=" * 50)
+    shown.feed(0, "stdout", b"\n")
+    assert out.getvalue() == ("\r" + "=" * 50) * 3000 + "\n"
+
+
+def test_live_and_verbose_shows_the_others_with_their_rank() -> None:
+    shown, out, _ = console(live=True, verbose=True)
+    shown.feed(0, "stdout", b"one\n")
+    shown.feed(1, "stdout", b"two\n")
+    assert out.getvalue() == "one\n[1] two\n"
+
+
 def test_reports_and_noise_are_kept_from_screen_and_tail() -> None:
     shown, _, err = console()
     shown.feed(1, "stderr", b'HVD-FAILED {"rank": 1, "host": "h", "time_s": 2.0, "error": "E", '
