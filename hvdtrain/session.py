@@ -141,11 +141,13 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
 
 
 def _prepare_keras(collective: Collective) -> None:
-    """Seed the ranks alike, and look at each call of Keras' own `fit`."""
+    """Seed the ranks alike, and look at calls of Keras' own `fit` and `save_model`."""
+    from hvdtrain.train.distribute import watch_saving
     from hvdtrain.train.plain_fit import watch_plain_fit
     from hvdtrain.train.seeds import agree_on_seeds
     agree_on_seeds(collective)
     _at_shutdown.append(watch_plain_fit(collective))
+    _at_shutdown.append(watch_saving())
 
 
 def session_for(config: TrainConfig) -> Session:

@@ -98,6 +98,29 @@ def _close(model: Any) -> None:
             model.__dict__.pop(name, None)
 
 
+def watch_saving() -> Callable[[], None]:
+    """Let `keras.saving.save_model` of a distributed model do as `model.save`.
+
+    Returns:
+        A function that undoes it.
+    """
+    places = (keras.saving, keras.models)
+    originals = [place.save_model for place in places]
+
+    @functools.wraps(originals[0])
+    def save_model(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        if _DOOR in vars(model) and not is_alone():
+            return model.save(filepath, *args, **kwargs)
+        return originals[0](model, filepath, *args, **kwargs)
+    for place in places:
+        place.save_model = save_model
+
+    def undo() -> None:
+        for place, original in zip(places, originals, strict=True):
+            place.save_model = original
+    return undo
+
+
 def _refuse_train_on_batch(*args: Any, **kwargs: Any) -> Any:
     del args, kwargs
     raise ConfigError(

@@ -126,6 +126,11 @@ class Run:
                              first_epoch=begin.epoch,
                              model_path=save_final(model, session, self.config))
 
+    @property
+    def _ends_by_itself(self) -> bool:
+        """Whether a callback ends the training where the loss is not finite."""
+        return any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in self.callbacks)
+
     def _prepare(self, train: Feed, validation: Feed | None) -> TrainPlan:
         """Everything before the plan is printed: model built, steps agreed, settings compared."""
         model, session, config = self.model, self.session, self.config
@@ -167,7 +172,7 @@ class Run:
         coordinator = Coordinator(
             collective=session.collective, progress=session.progress, lr_plan=plan.lr,
             stop_asked=self.stop_asked, stop=stop, check_weights=config.check_weights,
-            stop_on_nan=config.stop_on_nan, saver=saver, times=times,
+            stop_on_nan=config.stop_on_nan and not self._ends_by_itself, saver=saver, times=times,
             steps_per_epoch=plan.shards.steps, epoch_ended=train.on_epoch_end)
         writers = [] if store is None else make_writers(
             session, plan, store, begin.epoch, first_step, saver=saver, times=times)

@@ -80,8 +80,11 @@ def fit(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of Keras
         CheckpointError: A file could not be written or read.
     """
     _refuse_unknown("fit", unknown)
-    config = _with_epochs(launched(config), epochs)
-    door = _Door.open("fit", x, config)
+    door = _Door.open("fit", x, launched(config))
+    if epochs == 0:  # Keras trains nothing either
+        return keras.callbacks.History()
+    config = _with_epochs(door.config, epochs)
+    door = dataclasses.replace(door, config=config)
     if validation_split and validation_data is None:
         if isinstance(x, (Source, StreamSource)):
             _refuse_beside(x, validation_split=validation_split)

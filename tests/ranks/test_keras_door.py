@@ -182,6 +182,21 @@ def test_settings_of_compile(compiled, rank_session, keras, tf):
     np.testing.assert_allclose(ours.predict(numbers()[0], verbose=0),
                                plain.predict(numbers()[0], verbose=0), atol=1e-6)
     assert ours.steps_per_execution == plain.steps_per_execution
+    assert ours.fit(*numbers(), epochs=0).history == {}
+
+
+@TWO
+def test_a_callback_may_end_a_training_whose_loss_is_not_finite(rank_session, keras):
+    import hvdtrain
+    from hvdtrain.errors import NotFiniteError
+    x, y = numbers()
+    x[5] = np.nan
+    ends = [keras.callbacks.TerminateOnNaN()]
+    model = hvdtrain.distribute(classifier(keras))
+    history = model.fit(x, y, epochs=9, verbose=0, callbacks=ends)
+    assert len(history.epoch) == 1
+    with pytest.raises(NotFiniteError):
+        hvdtrain.distribute(classifier(keras)).fit(x, y, epochs=9, verbose=0)
 
 
 @both
@@ -348,9 +363,11 @@ def test_a_distributed_model_saves_once_and_whole(rank_session, keras, tf, tmp_p
     written = []
     original = keras.Model.save
     for name, write in (("m.keras", model.save), ("w.weights.h5", model.save_weights),
-                        ("exported", model.export)):
+                        ("exported", model.export),
+                        ("f.keras", lambda path: keras.saving.save_model(model, path))):
         write(f"{folder}/{name}")
         written.append(name)
+    assert keras.models.load_model(f"{folder}/f.keras")
     loaded = keras.models.load_model(f"{folder}/m.keras")  # there on every rank
     assert_same_everywhere(rank_session, loaded.weights)
     assert type(loaded).save is original
