@@ -34,7 +34,7 @@ _LAZY = {
     "by_file": "hvdtrain.data.file_shares",
     "consolidated": "hvdtrain.optim",
     "detect_world": "hvdtrain.world.detect",
-    "distribute": "hvdtrain.train.keras_door",
+    "distribute": "hvdtrain.train.distribute",
     "evaluate": "hvdtrain.train.keras_door",
     "fit": "hvdtrain.train.keras_door",
     "gather": "hvdtrain.train.own_loop",
@@ -57,7 +57,7 @@ _LAZY = {
     "shutdown": "hvdtrain.session",
     "size": "hvdtrain.train.own_loop",
     "sync_batchnorm": "hvdtrain.optim",
-    "undistribute": "hvdtrain.train.keras_door",
+    "undistribute": "hvdtrain.train.distribute",
     "unpacked": "hvdtrain.data.unpack",
     "weighted": "hvdtrain.data.weights",
 }
@@ -97,11 +97,11 @@ if TYPE_CHECKING:
     from hvdtrain.session import Session as Session
     from hvdtrain.session import init as init
     from hvdtrain.session import shutdown as shutdown
-    from hvdtrain.train.keras_door import distribute as distribute
+    from hvdtrain.train.distribute import distribute as distribute
+    from hvdtrain.train.distribute import undistribute as undistribute
     from hvdtrain.train.keras_door import evaluate as evaluate
     from hvdtrain.train.keras_door import fit as fit
     from hvdtrain.train.keras_door import predict as predict
-    from hvdtrain.train.keras_door import undistribute as undistribute
     from hvdtrain.train.own_loop import allgather as allgather
     from hvdtrain.train.own_loop import allreduce as allreduce
     from hvdtrain.train.own_loop import broadcast as broadcast

@@ -45,6 +45,8 @@ class Session:
     timeline: Path | None = None
     """The file that Horovod's timeline goes to."""
     guard: ScriptGuard | None = None
+    shown: list[str] = field(default_factory=list)
+    """The plan that was printed last."""
 
     @contextmanager
     def watched(self, hang_timeout_s: float) -> Iterator[None]:

@@ -31,9 +31,10 @@ from hvdtrain.data.source import Structure, keras_like
 from hvdtrain.data.stream_order import (
     check_order,
     checksums,
-    first_of_sources,
+    first_before_shuffles,
     is_tuned,
     order_of,
+    some_batch,
 )
 from hvdtrain.errors import DataError
 from hvdtrain.log import get_logger
@@ -175,7 +176,7 @@ class RankAdapter(DataAdapter):  # type: ignore[misc]
             What must be equal on all ranks, by name.
         """
         if isinstance(self._given, data_adapters.TFDatasetAdapter):
-            check_order(self._whole, first_of_sources(self._whole), collective, name)
+            check_order(self._whole, first_before_shuffles(self._whole), collective, name)
         else:
             _check_alike(_tensors(self._first_batch()), collective, name, exactly=False)
         return {f"number of batches of the {name} data": self.num_batches}
@@ -187,7 +188,7 @@ class RankAdapter(DataAdapter):  # type: ignore[misc]
         if self._first is None:
             self._first = (given._standardize_batch(given.py_dataset[0])
                            if isinstance(given, data_adapters.PyDatasetAdapter)
-                           else next(iter(self._whole.take(1))))
+                           else some_batch(self._whole))
         return self._first
 
 

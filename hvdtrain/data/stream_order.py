@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
+from hvdtrain.data import tf_steps
 from hvdtrain.data.source import Structure
 from hvdtrain.data.tf_steps import nodes_of as nodes_of
 from hvdtrain.errors import DataError
@@ -85,11 +86,11 @@ def check_order(dataset: Any, first: Sequence[Structure], collective: Collective
         which = ("a shuffle has no seed" if odd is None else
                  f"rank {odd} reads another order than rank 0")
         raise DataError(
-            f"{name}: each rank takes every {collective.size}th sample of the stream, which must "
-            f"have the same order on all ranks, but {which}: some samples would be trained on "
-            "twice in an epoch and others never. Make the dataset after hvdtrain.init(), which "
-            "sets the same seeds on all ranks; or give shuffle(..., seed=...) and the function "
-            "that lists the files a seed.")
+            f"{name}: the ranks share the samples of a pipeline, which must have the same order on "
+            f"all of them, but {which}: some samples would be trained on twice in an epoch and "
+            "others never. Make the dataset after hvdtrain.init(), which sets the same seeds on "
+            "all ranks; or give shuffle(..., seed=...) and the function that lists the files a "
+            "seed.")
     if collective.rank == 0 and any(theirs[3] != everyone[0][3] for theirs in everyone):
         get_logger().warning(
             "%s: the first %d samples differ between the ranks, though their order seems to be "
@@ -103,13 +104,55 @@ def first_samples(dataset: Any) -> list[Structure]:
     return list(dataset.take(_SAMPLES).batch(1).as_numpy_iterator())
 
 
-def first_of_sources(dataset: Any) -> list[Structure]:
-    """The first elements of what a pipeline begins with.
+def first_before_shuffles(dataset: Any) -> list[Structure]:
+    """Some of the first elements of what a pipeline shuffles or caches, or of all of it.
 
-    They are read before any shuffle: iterating that would change the order that comes next.
+    Iterating a shuffle would change the order that comes next; the first elements of a cache
+    would be all that it keeps.
     """
-    return [element for node in nodes_of(dataset) if not node._inputs()
-            for element in node.take(_SAMPLES).as_numpy_iterator()]
+    if _is_quiet(dataset):
+        number = 1 if is_batched(dataset) else _SAMPLES
+        return list(dataset.take(number).as_numpy_iterator())
+    return [element for part in tf_steps.inputs(dataset) for element in first_before_shuffles(part)]
+
+
+def _is_quiet(dataset: Any) -> bool:
+    return not any(tf_steps.kind(node) in ("Shuffle", "Cache") for node in nodes_of(dataset))
+
+
+def some_batch(dataset: Any) -> Structure:
+    """A batch of a pipeline of batches, made without its shuffles and caches where it can be.
+
+    Its samples need not be the first ones.
+    """
+    try:
+        return next(iter(_unshuffled(dataset).take(1)))
+    except tf_steps.NOT_UNDERSTOOD:
+        return next(iter(dataset.take(1)))
+
+
+def _unshuffled(dataset: Any) -> Any:
+    if _is_quiet(dataset):
+        return dataset
+    name, parts = tf_steps.kind(dataset), [_unshuffled(d) for d in tf_steps.inputs(dataset)]
+    if name == "Map":
+        function = tf_steps.Mapped(dataset).function()
+        is_tuple = isinstance(parts[0].element_spec, tuple)
+
+        @tf_steps.as_it_is
+        def mapped(*element: Any) -> Any:
+            return function(element if is_tuple else element[0])
+        return parts[0].map(mapped)
+    if name == "Zip":
+        return tf.data.Dataset.zip(tf_steps.zipped_as(dataset, parts))
+    if name in ("Batch", "PaddedBatch"):
+        numbered = tf.data.Dataset.zip((tf.data.Dataset.counter(), parts[0]))
+        return tf_steps.batched(numbered, dataset, tf_steps.batch_size(dataset)).map(
+            tf_steps.as_it_is(lambda numbers, batch: batch))
+    if name in ("Shuffle", "Cache", "Prefetch", "Options", "Repeat"):
+        return parts[0]
+    return tf_steps.again(dataset, parts[0])
+
 
 
 def _along(dataset: Any) -> Iterator[Any]:
@@ -134,7 +177,10 @@ def _checksum(tensors: Any) -> int:
 def checksums(samples: Sequence[Structure]) -> tuple[int, int]:
     """Of numbers that augmentation leaves alone (labels, texts), and of floats."""
     exact = floats = 0
-    for array in map(np.asarray, tf.nest.flatten(list(samples))):
+    for value in tf.nest.flatten(list(samples)):
+        if not isinstance(value, (np.ndarray, np.generic, tf.Tensor, bytes)):
+            continue
+        array = np.asarray(value)
         if array.dtype.kind == "f":
             floats = _add(array, floats)
         else:

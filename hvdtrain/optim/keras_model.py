@@ -111,6 +111,12 @@ def fixed_batch(model: Any) -> int | None:
                  if len(tensor.shape) and tensor.shape[0] is not None), None)
 
 
+def only_input_shape(model: Any) -> tuple[int | None, ...] | None:
+    """The shape of the input of a model that is known to have one, with the batch axis."""
+    inputs = getattr(model, "inputs", None) if model.built else None
+    return tuple(inputs[0].shape) if inputs and len(inputs) == 1 else None
+
+
 def trace_train_step(model: Any, batch: Any) -> None:
     """Let a model's `train_step` create its variables; it is traced, and not run.
 

@@ -2,7 +2,7 @@
 
 Who owns what:
 
-- the doors: `hvdtrain.fit` and `hvdtrain.distribute` in `train.keras_door`, jobs in `run`;
+- the doors: `hvdtrain.fit` in `train.keras_door`, `train.distribute`, jobs in `run`;
 - what comes first: `train.prepare`;
 - data: `train.feed`; `data.shard.ShardPlan` and `data.part.Part` decide which samples;
 - steps in which ranks do not count alike: `optim.shares`;
@@ -114,7 +114,7 @@ class Run:
             session.progress.enter("preparing the training")
             plan = self._prepare(train, validation)
             if session.world.is_chief:
-                print(f"hvdtrain plan\n{plan.render()}", flush=True)  # noqa: T201 - promised
+                show_plan(session, plan)
             if dry_run:
                 return RunResult(history={}, first_epoch=0, model_path=None,
                                  callback=keras.callbacks.History())
@@ -212,6 +212,14 @@ class Run:
             undo.enter_context(losses_by_samples(model))
             undo.enter_context(joined(model, coordinator, evaluation))
             yield
+
+
+def show_plan(session: Session, plan: TrainPlan) -> None:
+    """Print a plan, unless it is the same as that of the training before. The chief."""
+    text = plan.render()
+    if session.shown != [text]:
+        session.shown[:] = [text]
+        print(f"hvdtrain plan\n{text}", flush=True)  # noqa: T201 - promised output
 
 
 def first_step_of(model: Any, plan: TrainPlan, begin: RunState) -> int:

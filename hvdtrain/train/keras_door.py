@@ -1,16 +1,10 @@
-"""`fit`, `evaluate` and `predict` on all ranks, with Keras' own arguments and meaning.
-
-`distribute` lets a model's own methods do so: two lines make a script for one process one for N
-ranks, and the result stays that of the script.
-"""
+"""`fit`, `evaluate` and `predict` on all ranks, with Keras' own arguments and meaning."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
+import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -28,21 +22,14 @@ from hvdtrain.data.part import Part
 from hvdtrain.data.source import Source
 from hvdtrain.data.stream import StreamSource
 from hvdtrain.data.weights import weighted
-from hvdtrain.errors import ConfigError
-from hvdtrain.optim import keras_model, keras_seam, state
-from hvdtrain.optim.as_set import undo_distribution
-from hvdtrain.optim.keras_seam import Hidden
-from hvdtrain.optim.zero_files import consolidated
+from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.optim import keras_model, state
 from hvdtrain.session import Session, session_for
 from hvdtrain.train import evaluate as evaluation
-from hvdtrain.train.chief import on_chief
 from hvdtrain.train.feed import Feed, KerasFeed, SourceFeed
 from hvdtrain.train.fit import Run
 from hvdtrain.train.seeds import drawn_seed
-from hvdtrain.whole_file import whole_file
 
-_DOOR = "_hvdtrain_door"
-_OURS = ("fit", "evaluate", "predict", "save", "save_weights", "export")
 _FORMER = {
     "validation": "validation_data=(x_val, y_val)",
     "batch_per_rank": "batch_size=..., and config=hvdtrain.TrainConfig(batch=\"per_rank\")",
@@ -179,91 +166,6 @@ def predict(model: Any, x: Any, batch_size: int | None = None,  # noqa: D417 - t
                               arguments | ({"steps": steps} if steps else {}))
 
 
-def distribute(model: Any, *, config: TrainConfig | None = None) -> Any:
-    """Let a model's own methods work on all ranks. Every rank, after `hvdtrain.init()`.
-
-    From then on `model.fit`, `evaluate` and `predict` are `hvdtrain.fit`, `evaluate` and
-    `predict`; and `save`, `save_weights` and `export`, which every rank must call, write once, on
-    the chief, a file that is whole or not there. `undistribute` takes all of it away.
-
-    Args:
-        model: A `keras.Model`, compiled before or later.
-        config: A `TrainConfig`: what Keras has no argument for.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ConfigError: It is no model, or a setting cannot act here.
-
-    Example:
-        ```python
-        hvdtrain.init()
-        model = hvdtrain.distribute(make_model())
-        model.compile("adam", "mse")
-        model.fit(x, y, batch_size=64, epochs=3)
-        ```
-    """
-    if not isinstance(model, keras.Model):
-        raise ConfigError(f"distribute takes a keras.Model. Received: {type(model).__name__}. "
-                          "Write model = hvdtrain.distribute(model).")
-    if type(model).fit is not keras.Model.fit:
-        raise ConfigError(
-            f"{type(model).__name__} has a fit of its own. Call hvdtrain.fit(self, ...) in it, in "
-            "place of super().fit(...), and leave distribute out.")
-    undistribute(model)
-    config = config or TrainConfig()
-    session = session_for(config)
-    keras_seam.set_on_instance(model, _DOOR, Hidden(config))
-    for name, ours in (("fit", fit), ("evaluate", evaluate), ("predict", predict)):
-        method: Any = functools.wraps(getattr(type(model), name))(
-            functools.partial(ours, model, config=config))
-        method.__signature__ = inspect.signature(getattr(model, name))
-        keras_seam.set_on_instance(model, name, method)
-    for name in ("save", "save_weights", "export"):
-        original = getattr(model, name)
-        keras_seam.set_on_instance(model, name, functools.wraps(original)(
-            functools.partial(_save, model, original, session)))
-    return model
-
-
-def undistribute(model: Any) -> Any:
-    """Take away what `distribute` and a training have put on a model and its optimizers.
-
-    Returns:
-        The same model, as Keras has made it; its weights and the optimizer's state stay.
-    """
-    if model.__dict__.pop(_DOOR, None) is not None:
-        for name in _OURS:
-            model.__dict__.pop(name, None)
-    for optimizer in keras_seam.found_optimizers(model):
-        undo_distribution(optimizer)
-    keras_model.forget_train_function(model)
-    return model
-
-
-def _save(model: Any, save: Callable[..., Any], session: Session, filepath: Any, *args: Any,
-          **kwargs: Any) -> None:
-    """Write a file of a model, whole, on the chief. All ranks; they return when it is there."""
-    path = Path(filepath) if isinstance(filepath, (str, Path)) else None
-    whole = (path is not None and "://" not in str(filepath) and not path.is_dir()
-             and "max_shard_size" not in kwargs)
-
-    def work() -> None:
-        if not whole or path is None:
-            save(filepath, *args, **kwargs)
-            return
-        given = inspect.signature(save).bind(filepath, *args, **kwargs).arguments
-        if path.exists() and not given.get("overwrite", True):
-            raise ConfigError(f"{path} is there already. Give another name, or overwrite=True.")
-        suffix = ".weights.h5" if path.name.endswith(".weights.h5") else path.suffix
-        with whole_file(path, suffix=suffix) as temporary:
-            save(str(temporary), *args, **kwargs)
-    with (session.progress.phase("saving the model, which all ranks must call"),
-          consolidated(keras_seam.optimizers_of(model))):
-        on_chief(session.collective, work)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Door:
     """One call of `fit`, `evaluate` or `predict`."""
@@ -302,6 +204,7 @@ class _Door:
              batch_size: int | None = None, class_weight: Any = None, shuffle: Any = False,
              steps: int | None = None) -> Feed:
         """The data of one call, divided over the ranks."""
+        _refuse_targets_in_inputs(model, x, y)
         if isinstance(x, (Source, StreamSource)):
             given = [k for k, v in (("y", y), ("sample_weight", sample_weight),
                                     ("steps", steps)) if v is not None]
@@ -315,17 +218,22 @@ class _Door:
                               self.source_config(batch_size, shuffle=bool(shuffle)))
         batch, per_rank = self._batch(batch_size, twice=name == "validation")
         config, training = self.config, name == "training"
-        adapter = adapter_of(
-            x, y, sample_weight, per_rank=per_rank, batch_size=batch,
-            part=Part(rank=self.session.world.rank, size=self.size,
-                      remainder=config.remainder_as("join") if training else "join"),
-            class_weight=class_weight, shuffle=shuffle, steps=steps,
-            seed=drawn_seed() if config.seed is None else config.seed,
-            before_decoding=config.divide == "samples")
+        with warnings.catch_warnings():
+            if not self.session.world.is_chief:  # Keras warns, and once is enough
+                warnings.simplefilter("ignore")
+            adapter = adapter_of(
+                x, y, sample_weight, per_rank=per_rank, batch_size=batch,
+                part=Part(rank=self.session.world.rank, size=self.size,
+                          remainder=config.remainder_as("join") if training else "join"),
+                class_weight=class_weight, shuffle=shuffle, steps=steps,
+                seed=drawn_seed() if config.seed is None else config.seed,
+                before_decoding=config.divide == "samples")
         if training and batch != batch_size and not isinstance(adapter, ArrayAdapter):
             raise ConfigError(
                 f"batch_per_rank and batch_global cannot change the batches that {_kind_of(x)} "
                 "makes. Leave them out: config.batch says what those batches mean.")
+        if adapter.num_batches == 0:
+            raise DataError(f"The {name} data are empty; at least one sample is needed.")
         feed = KerasFeed(adapter, self.session, name, steps)
         feed.check(model)
         return feed
@@ -359,6 +267,28 @@ class _Door:
         per_rank = "batch_per_rank" in given or (
             "batch_global" not in given and config.batch == "per_rank")
         return next(iter(given.values()), None), per_rank
+
+
+def _refuse_targets_in_inputs(model: Any, x: Any, y: Any) -> None:
+    """Refuse data of another form than Keras takes, which it would tell in words of shapes.
+
+    Raises:
+        DataError: Saying what to write instead.
+    """
+    shape = keras_model.only_input_shape(model)
+    if shape is None or y is not None:
+        return
+    if isinstance(x, tuple) and len(x) in (2, 3) and is_arrays(x):
+        raise DataError(
+            f"A tuple of {len(x)} arrays was given as x: in Keras that is {len(x)} inputs, and the "
+            "model has one. Write fit(model, x, y) or fit(model, x, y, sample_weight=...).")
+    if isinstance(x, tf.data.Dataset):
+        spec = x.element_spec[0] if isinstance(x.element_spec, tuple) else x.element_spec
+        if isinstance(spec, tf.TensorSpec) and spec.shape.rank == len(shape) - 1:
+            raise DataError(
+                f"The data set has elements of shape {tuple(spec.shape)}, which are single samples "
+                f"of the model's input {tuple(shape)}. Keras takes batches: write "
+                "dataset.batch(batch_size), or hvdtrain.StreamSource(dataset).")
 
 
 def _kind_of(x: Any) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
+
+import keras
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import OptimizerError
@@ -40,9 +43,12 @@ def build_model(model: Any, one_sample: Callable[[], Any]) -> None:
     """
     several = len(keras_seam.found_optimizers(model)) > 1
     sample = None if _is_built(model) and not several else one_sample()
+    own_step = type(model).train_step is not keras.Model.train_step
     if not _is_built(model) and keras_model.has_call(model):
         inputs = sample[0] if isinstance(sample, tuple) else sample
-        model(keras_model.tensors_of(inputs))
+        # A step of the model's own may call it with something else.
+        with suppress(Exception) if own_step else nullcontext():
+            model(keras_model.tensors_of(inputs))
     if several or not _is_built(model):
         keras_model.trace_train_step(model, sample)
     for optimizer in keras_seam.optimizers_of(model):

@@ -203,7 +203,7 @@ import hvdtrain
 hvdtrain.init()
 model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
 model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD()), "mse")
-hvdtrain.fit(model, (np.zeros((0, 4), "f4"), np.zeros((0, 1), "f4")))
+hvdtrain.fit(model, np.zeros((0, 4), "f4"), np.zeros((0, 1), "f4"))
 """
 
 
@@ -215,7 +215,7 @@ def test_a_mistake_in_a_script_is_told_as_by_fit(ranks, tmp_path):
                  [HVDTRAIN, "launch", "-np", "2", "--", *command]), cwd=tmp_path,
                **preload.environment())
     assert done.returncode == 2, done.stderr
-    told = "hvdtrain: train: the data set is empty; at least one sample is needed."
+    told = "hvdtrain: The training data are empty; at least one sample is needed."
     assert done.stderr.count(told) == ranks, done.stderr
     assert "Traceback" not in done.stderr
     assert "background loop" not in done.stderr

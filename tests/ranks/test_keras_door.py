@@ -166,6 +166,24 @@ def test_fit_is_that_of_keras(case, ranks, rank_session, keras, tf):
     assert_same_everywhere(rank_session, ours.weights)
 
 
+@TWO
+@pytest.mark.parametrize("compiled", [{"steps_per_execution": 2}, {"run_eagerly": True}],
+                         ids=lambda compiled: next(iter(compiled)))
+def test_settings_of_compile(compiled, rank_session, keras, tf):
+    import hvdtrain
+    plain, ours = (classifier(keras, **compiled) for _ in range(2))
+    hvdtrain.distribute(ours)
+    for data in (numbers(), (rows(tf).batch(16),)):
+        given = {"batch_size": 15, "epochs": 2, "shuffle": False, "verbose": 0}
+        with hvdtrain.alone():
+            expected = plain.fit(*data, **given, validation_data=rows(tf, 20).batch(6))
+        history = ours.fit(*data, **given, validation_data=rows(tf, 20).batch(6))
+        assert_like_plain(ours, plain, history, expected)
+    np.testing.assert_allclose(ours.predict(numbers()[0], verbose=0),
+                               plain.predict(numbers()[0], verbose=0), atol=1e-6)
+    assert ours.steps_per_execution == plain.steps_per_execution
+
+
 @both
 @pytest.mark.parametrize("named", [True, False], ids=["dictionaries", "lists"])
 def test_several_inputs_and_outputs(named, ranks, rank_session, keras, tf):
@@ -382,6 +400,12 @@ def test_mistakes_of_scripts_are_told_on_all_ranks(rank_session, keras, tf):
         model.fit(x[:40 + rank], y[:40 + rank], verbose=0)
     with pytest.raises(ConfigError, match="rank 0 calls fit with arrays, rank 1 calls evaluate"):
         (model.fit if rank == 0 else model.evaluate)(x, y, verbose=0)
+    with pytest.raises(DataError, match=r"tuple of 2 arrays.*Write fit\(model, x, y\)"):
+        model.fit((x, y))
+    with pytest.raises(DataError, match=r"single samples of the model's input.*\.batch\("):
+        model.fit(rows(tf), shuffle=False)
+    with pytest.raises(ConfigError, match="train_on_batch would train each rank alone"):
+        model.train_on_batch(x, y)
     with pytest.raises(ConfigError, match="distribute takes a keras.Model. Received: list"):
         hvdtrain.distribute([model])
     other = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3 + rank)])
@@ -389,3 +413,60 @@ def test_mistakes_of_scripts_are_told_on_all_ranks(rank_session, keras, tf):
     with pytest.raises(hvdtrain.HvdtrainError, match="rank 1"):
         hvdtrain.distribute(other).fit(x, y, verbose=0)
     assert model.fit(x, y, verbose=0).history["loss"]
+
+
+@TWO
+def test_a_shuffle_is_not_iterated_before_the_training(rank_session, keras, tf):
+    """Each iteration draws another order; shapes that are not known are read past the shuffle."""
+    import hvdtrain
+
+    def made():
+        keras.utils.set_random_seed(4)
+        series = keras.utils.timeseries_dataset_from_array(
+            np.arange(80, dtype="f4").reshape(40, 2) / 80, np.arange(40) / 40.0, 5,
+            batch_size=9, shuffle=True, seed=2)
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.layers.GRU(3), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.2), "mse")
+        return model, series
+    plain, series = made()
+    with hvdtrain.alone():
+        expected = plain.fit(series, epochs=3, shuffle=False, verbose=0)
+    ours, series = made()
+    history = hvdtrain.distribute(ours).fit(series, epochs=3, shuffle=False, verbose=0)
+    assert_like_plain(ours, plain, history, expected)
+
+
+@TWO
+def test_a_model_whose_step_calls_it_with_something_else(rank_session, keras, tf):
+    import hvdtrain
+
+    class Generator(keras.Model):
+        """Its `call` takes what is not in the data."""
+
+        def __init__(self):
+            super().__init__()
+            self.made = keras.layers.Dense(6)
+
+        def call(self, latent):
+            return self.made(keras.ops.reshape(latent, (-1, 4)))
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                latent = tf.ones((tf.shape(data)[0], 4)) * data[:, :1]
+                loss = tf.reduce_mean(tf.square(self(latent) - data))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables),
+                                 self.trainable_variables)
+            return {"loss": loss}
+
+    def made():
+        keras.utils.set_random_seed(3)
+        model = Generator()
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+    plain, ours = made(), made()
+    x = numbers(24)[0]
+    with hvdtrain.alone():
+        expected = plain.fit(x, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    history = hvdtrain.distribute(ours).fit(x, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    assert_like_plain(ours, plain, history, expected)
