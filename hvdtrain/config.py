@@ -7,13 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 from hvdtrain.engine_config import EngineName, PsConfig, TfConfig
 from hvdtrain.errors import ConfigError
-from hvdtrain.settings import at_least, check_types, from_mapping
+from hvdtrain.settings import (
+    check,
+    fields_of,
+    from_mapping,
+    join,
+    refuse_unknown,
+    replace,
+    setting,
+    settings_in,
+    table,
+)
 
 LR_SCALINGS = ("linear", "sqrt", "none")
 Remainder = Literal["auto", "join", "pad", "drop"]
@@ -28,145 +39,187 @@ SENT_IN_PART = ("topk", "lowrank")
 SUMMED_APART = ("bf16", *SENT_IN_PART)
 """Compressions whose sums are no allreduce: they are made in float32, and divided once."""
 COLLECTIVE_VARIABLE = "HVDTRAIN_COLLECTIVE"
-"""What `launch --collective` says to `init` of a script."""
+"""What `launch --collective` says to a script."""
+SETTINGS_VARIABLE = "HVDTRAIN_SETTINGS"
+"""What `launch --set` says to a script: JSON, values by the names of settings."""
 CollectiveName = Literal["auto", "horovod-gloo", "horovod-mpi", "mpi4py", "single"]
 
-_LONGEST_HANG_S = 1_000_000
-_LARGEST_PREDIVIDE = 1_000_000
-_OF_ALLREDUCE: dict[str, tuple[tuple[object, ...], str]] = {
-    "remainder": (("auto", "pad", "drop"), "Use remainder='pad' or 'drop'."),
-    "batch_global": ((None,), "Give batch_per_rank."),
-    "divide": (("samples",), "Leave it out."),
-    "collective": (("auto",), "Leave it out: TensorFlow itself moves the gradients."),
-    "zero": ((False,), "Leave it out."),
-    "sync_batch_norm": ((False,), "Leave it out; tf.distribute has its own: "
-                                  "keras.layers.BatchNormalization(synchronized=True)."),
-    "compression": (("none",), "Leave it out; engine 'ps' has --ps-wire-dtype bfloat16."),
-    "predivide": ((1.0,), "Leave it out."),
-    "xla": ((False,), "Leave it out."),
-    "timeline": ((None,), "Leave it out: it is Horovod's."),
-}
-"""Settings that only engine `allreduce` has: the values that change nothing, and what to do."""
+_TRAINING, _BATCHES, _RATE = "Training", "Batches and data", "Learning rate"
+_GRADIENTS, _FILES, _CHECKS = "Gradients", "Files", "Checks"
+_PS, _TF = "Engine ps", "Engine tf"
+GROUPS = (_TRAINING, _BATCHES, _RATE, _GRADIENTS, _FILES, _CHECKS, _PS, _TF)
+"""The order in which settings are shown."""
+_ALLREDUCE = ("allreduce",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """How to train. Equal on all ranks (compared at the start)."""
+class ReductionConfig:
+    """Settings of gradients that a run and a single optimizer have in common."""
 
-    batch: BatchMeaning = "global"
-    """What the `batch_size` of Keras' `fit`, `evaluate` and `predict` means, and the batches of
-    a data set that is given to them: samples over all ranks (`global`), which each take a part,
-    so that the result is that of the script on one process; or samples on each (`per_rank`)."""
-    batch_per_rank: int | None = None
-    """Samples per step on each rank; the global batch is this times the number of ranks.
-    Default: 32, unless `batch_global` is given."""
-    batch_global: int | None = None
-    """Samples per step over all ranks, in place of `batch_per_rank`; need not divide by them."""
-    epochs: int = 1
-    """Passes over the training data, counted from the beginning of the first run."""
-    seed: int | None = None
-    """Seeds weights, shuffling and dropout. Default: 0 in a job; in a script what it has seeded
-    itself."""
-    shuffle: bool = True
-    """Reshuffle all samples globally before each epoch, from (seed, epoch)."""
-    remainder: Remainder = "auto"
-    """What to do when a batch does not divide by the ranks: divide it as it is and weight each
-    rank by its samples (`join`), as one process would train; or repeat up to N-1 samples (`pad`)
-    or leave up to N-1 out (`drop`), so that all ranks have as many. `auto`: `join`, and `pad`
-    for a model of a fixed batch and for other engines."""
-    divide: Divide = "samples"
-    """When a `tf.data` pipeline is divided over the ranks: before its samples are decoded, where
-    its steps allow it (`samples`); or after its batches are made, by every rank (`batches`), so
-    that random augmentation is that of one process."""
-    lr_scaling: str = "linear"
-    """Multiply the learning rate by N (`linear`), the square root of N (`sqrt`) or 1 (`none`)
-    for N ranks, or by what a function of yours gives for N (`module:function`)."""
-    warmup_epochs: float = 0.0
-    """Rise from the unscaled to the scaled learning rate over so many epochs, step by step."""
-    collective: CollectiveName = "auto"
-    """What reduces gradients."""
-    bucket_mb: float = 32.0
-    """Size of a group of fused gradients, in MiB."""
-    zero: bool = False
-    """Divide the state of the optimizer over the ranks (ZeRO-1)."""
-    sync_batch_norm: bool = False
-    """Let batch normalizations use the mean and variance of the samples of all ranks."""
-    sparse: Sparse = "auto"
-    """How gradients of embeddings travel: the rows used (`gather`), the whole table (`dense`),
-    or what suits sizes and link (`auto`)."""
-    compression: Compression = "none"
-    """How gradients travel: as they are, as float16, as bfloat16 with sums in float32, or in
-    part: the largest elements (`topk`), or two thin matrices (`lowrank`)."""
-    topk_ratio: float = 0.04
-    """The share of a gradient's elements that `topk` sends, within 4 % of the bytes of all."""
-    approximation_rank: int = 16
-    """The highest rank that `lowrank` sends of a gradient, within 4 % of the bytes of all."""
-    predivide: float = 1.0
-    """Divide gradients by this before they are summed, and by N over it afterwards."""
-    output: Path | None = None
-    """Folder for checkpoints, final model, metrics.jsonl and TensorBoard log; None writes
-    nothing. `hvdtrain fit` defaults to `runs/<job>`."""
-    checkpoint_every_epochs: int = 1
-    """0 writes none at the ends of epochs."""
-    checkpoint_every_steps: int = 0
-    """Write one after every so many steps as well; 0 for none."""
-    checkpoint_every_s: float = 0.0
-    """Write one within an epoch as well, when so many seconds have gone by since the last."""
-    checkpoint_background: bool = True
-    """Copy the model in memory and let a thread write the file, while training goes on."""
-    keep_checkpoints: int = 3
-    """So many of the newest checkpoints are kept."""
-    resume: bool = False
-    """Go on from the newest checkpoint in `output` that can be read."""
-    overwrite: bool = False
-    """Delete the checkpoints of a former run in `output` instead of refusing to start."""
-    tensorboard: bool = True
-    """Write a TensorBoard log on the chief, where the package is installed."""
-    check_weights: bool = True
-    """Compare a checksum of all weights over ranks after the first step and each epoch."""
-    stop_on_nan: bool = True
-    """Stop when a loss is not finite, naming step and rank."""
-    xla: bool = False
-    """Compile the gradients and the update of each step with XLA, the collectives between."""
-    timeline: Path | None = None
-    """Write Horovod's timeline of all collectives to this file, on the chief, for
-    `chrome://tracing` or Perfetto."""
-    hang_timeout_s: float = 300.0
-    """End the run where no rank has gone on, or one has not answered, for so many seconds, and
-    name it. 0: never."""
-    engine: EngineName = "allreduce"
-    """How an update happens: `allreduce`, parameter servers (`ps`), or a strategy of
-    tf.distribute (`tf`)."""
-    ps: PsConfig = field(default_factory=PsConfig)
-    """Settings of engine `ps`."""
-    tf: TfConfig = field(default_factory=TfConfig)
-    """Settings of engine `tf`."""
+    sparse: Sparse = setting(
+        "auto", "How gradients of embeddings travel. `gather` sends the rows that were used, "
+        "`dense` the whole table, and `auto` decides by sizes and link.",
+        group=_GRADIENTS, engines=_ALLREDUCE, see="optimizer.md#sparse-gradients")
+    compression: Compression = setting(
+        "none", "How gradients travel: whole, in half the bytes, or in part. `none` sends them as "
+        "they are. `fp16` sums in float16, of gradients that were divided first; `bf16` sends "
+        "bfloat16 and sums in float32; `topk` sends the largest elements, `lowrank` two thin "
+        "matrices whose product a gradient nearly is. What these two have not sent is added to "
+        "the next gradient.", group=_GRADIENTS,
+        engines=_ALLREDUCE, instead="Leave it out; engine 'ps' has --ps-wire-dtype bfloat16.",
+        see="optimizer.md#compression")
+    topk_ratio: float = setting(
+        0.04, "The share of a gradient's elements that `topk` sends. Fewer where that would be "
+        "more than 4 % of the bytes of all.", above=0, most=1, group=_GRADIENTS,
+        engines=_ALLREDUCE)
+    approximation_rank: int = setting(
+        16, "The highest rank that `lowrank` sends of a gradient. Less where that would be more "
+        "than 4 % of the bytes of all.", least=1, group=_GRADIENTS, engines=_ALLREDUCE)
+    predivide: float = setting(
+        1.0, "Divide gradients by this before they are summed over N ranks, and by N over it "
+        "afterwards.", above=0, most=1_000_000, group=_GRADIENTS, engines=_ALLREDUCE)
 
     def __post_init__(self) -> None:
-        for name in ("output", "timeline"):
-            if isinstance(getattr(self, name), str):
-                object.__setattr__(self, name, Path(getattr(self, name)))
-        check_types(self)
-        for name in ("batch_per_rank", "batch_global", "epochs", "keep_checkpoints"):
-            at_least(self, name, 1)
-        if self.batch_per_rank is not None and self.batch_global is not None:
+        """Refuse what does not fit.
+
+        Raises:
+            ConfigError: A value is of another type or out of range, or two exclude each other.
+        """
+        check(self)
+        if self.predivide != 1 and self.compression in SUMMED_APART:
             raise ConfigError(
-                "batch_per_rank and batch_global say the same in two ways; give one of them. "
-                f"Received: batch_per_rank={self.batch_per_rank}, "
-                f"batch_global={self.batch_global}")
-        for name in ("checkpoint_every_epochs", "checkpoint_every_steps", "checkpoint_every_s",
-                     "warmup_epochs", "seed"):
-            at_least(self, name, 0)
-        check_hang_timeout(self.hang_timeout_s)
-        if self.bucket_mb <= 0:
-            raise ConfigError(f"bucket_mb must be positive. Received: bucket_mb={self.bucket_mb}")
-        check_reduction(self)
+                f"predivide={self.predivide:g} has no meaning with compression="
+                f"{self.compression!r}, which sums in float32 and divides once. Leave predivide "
+                "out, or use compression 'none' or 'fp16'.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(ReductionConfig):
+    """How to train. Equal on all ranks (compared at the start)."""
+
+    epochs: int = setting(
+        1, "Passes over the training data, counted from the beginning of the first run.", least=1,
+        group=_TRAINING)
+    engine: EngineName = setting(
+        "allreduce", "How an update happens: `allreduce`, parameter servers (`ps`), or a strategy "
+        "of tf.distribute (`tf`).", group=_TRAINING, see="engines.md")
+    collective: CollectiveName = setting(
+        "auto", "What reduces gradients.", group=_TRAINING, engines=_ALLREDUCE,
+        instead="Leave it out: TensorFlow itself moves the gradients.", see="starters.md")
+    seed: int | None = setting(
+        None, "Seeds weights, shuffling and dropout.", least=0, group=_TRAINING,
+        unset="0; in a script what it has seeded itself")
+    xla: bool = setting(
+        False, "Compile the gradients and the update of each step with XLA, the collectives "
+        "between.", group=_TRAINING, engines=_ALLREDUCE, see="optimizer.md")
+    batch_per_rank: int | None = setting(
+        None, "Samples per step on each rank. The global batch is this times the number of ranks.",
+        least=1, unset=f"{DEFAULT_BATCH}, unless `batch_global` is given", excludes="batch_global",
+        group=_BATCHES)
+    batch_global: int | None = setting(
+        None, "Samples per step over all ranks, in place of `batch_per_rank`. The ranks need not "
+        "divide it.", least=1, excludes="batch_per_rank", group=_BATCHES, engines=_ALLREDUCE,
+        instead="Give batch_per_rank.")
+    batch: BatchMeaning = setting(
+        "global", "What the `batch_size` of Keras' `fit`, `evaluate` and `predict` means, and the "
+        "batches of a data set that is given to them. `global`: samples over all ranks, each of "
+        "which takes a part, so that the result is that of the script on one process; `per_rank`: "
+        "samples on each.", group=_BATCHES,
+        script_only="it says what batch_size of model.fit means; a job gives batch_per_rank or "
+                    "batch_global.")
+    shuffle: bool = setting(
+        True, "Reshuffle all samples before each epoch. The order follows from the seed and the "
+        "number of the epoch; with `shard = \"file\"` each rank shuffles its own.", group=_BATCHES)
+    remainder: Remainder = setting(
+        "auto", "What to do when a batch does not divide by the ranks. `join` divides it as it is "
+        "and weights each rank by its samples, as one process would train; `pad` repeats up to "
+        "N-1 samples and `drop` leaves up to N-1 out, so that all ranks have as many. `auto` is "
+        "`join`, and `pad` for a model of a fixed batch and for other engines.",
+        group=_BATCHES, engines=_ALLREDUCE, everywhere=("pad", "drop"),
+        instead="Use remainder='pad' or 'drop'.")
+    divide: Divide = setting(
+        "samples", "When a `tf.data` pipeline is divided over the ranks. `samples`: before its "
+        "samples are decoded, where its steps allow it; `batches`: after its batches are made, by "
+        "every rank, so that random augmentation is that of one process.", group=_BATCHES,
+        engines=_ALLREDUCE)
+    lr_scaling: str = setting(
+        "linear", "Factor on the learning rate for N ranks: linear, sqrt, none, module:function. "
+        "That is N (`linear`), the square root of N (`sqrt`), 1 (`none`), or what a function of "
+        "yours gives for N (`module:function`).", group=_RATE)
+    warmup_epochs: float = setting(
+        0.0, "Rise from the unscaled to the scaled learning rate over so many epochs, step by "
+        "step.", least=0, group=_RATE)
+    bucket_mb: float = setting(
+        32.0, "Size of a group of gradients that travel together, in MiB.", above=0,
+        group=_GRADIENTS, engines=_ALLREDUCE)
+    zero: bool = setting(
+        False, "Divide the state of the optimizer over the ranks (ZeRO-1).", group=_GRADIENTS,
+        engines=_ALLREDUCE, see="zero.md")
+    sync_batch_norm: bool = setting(
+        False, "Let batch normalizations use the mean and variance of the samples of all ranks.",
+        group=_GRADIENTS, engines=_ALLREDUCE, see="sync-batch-norm.md",
+        instead="Leave it out; tf.distribute has its own: "
+                "keras.layers.BatchNormalization(synchronized=True).")
+    output: Path | None = setting(
+        None, "Folder for checkpoints, final model, metrics.jsonl and TensorBoard log.",
+        option="--output,-o", group=_FILES,
+        unset="`runs/<job>`; in a script nothing is written")
+    checkpoint_every_epochs: int = setting(
+        1, "Write a checkpoint after every so many epochs, and after the last. `0`: never.",
+        least=0, group=_FILES)
+    checkpoint_every_steps: int = setting(
+        0, "Write one more after every so many steps, also within an epoch. `0`: none.", least=0,
+        group=_FILES, engines=("allreduce", "tf"),
+        instead="Leave it out: engine 'ps' writes checkpoints at the ends of epochs only.")
+    checkpoint_every_s: float = setting(
+        0.0, "Write one more within an epoch when so many seconds have gone by since the last. "
+        "`0`: none.", least=0, option="--checkpoint-every-seconds", group=_FILES,
+        engines=("allreduce", "tf"),
+        instead="Leave it out: engine 'ps' writes checkpoints at the ends of epochs only.")
+    checkpoint_background: bool = setting(
+        True, "Copy the model in memory and write the file while training goes on.", group=_FILES)
+    keep_checkpoints: int = setting(
+        3, "So many of the newest checkpoints are kept.", least=1, group=_FILES)
+    resume: bool = setting(
+        False, "Go on from the newest checkpoint in `output` that can be read.",
+        option="--resume", excludes="overwrite", group=_FILES)
+    overwrite: bool = setting(
+        False, "Delete what a former run left in `output`, instead of refusing to start.",
+        option="--overwrite", excludes="resume", group=_FILES)
+    tensorboard: bool = setting(
+        True, "Write a TensorBoard log, where the package `tensorboard` is installed.",
+        group=_FILES)
+    timeline: Path | None = setting(
+        None, "Write Horovod's timeline of all collectives to this file, on the chief. For "
+        "`chrome://tracing` or Perfetto.", metavar="FILE", group=_FILES, engines=_ALLREDUCE,
+        instead="Leave it out: it is Horovod's.", see="optimizer.md")
+    check_weights: bool = setting(
+        True, "Compare a checksum of all weights over the ranks after the first step and each "
+        "epoch.", group=_CHECKS)
+    stop_on_nan: bool = setting(
+        True, "Stop when a loss is not finite, and name step and rank.", group=_CHECKS)
+    hang_timeout_s: float = setting(
+        300.0, "End the run where no rank has gone on, or one has not answered, for so many "
+        "seconds, and name it. `0`: never.", least=1, most=1_000_000, off=0,
+        metavar="SECONDS", group=_CHECKS,
+        see="failures.md#the-watchdog")
+    ps: PsConfig = table(PsConfig, "Settings of engine `ps`.", group=_PS, engines=("ps",),
+                         instead="Use engine 'ps', or leave it out.")
+    tf: TfConfig = table(TfConfig, "Settings of engine `tf`.", group=_TF, engines=("tf",),
+                         instead="Use engine 'tf', or leave it out.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.lr_scaling not in LR_SCALINGS and ":" not in self.lr_scaling:
             raise ConfigError(f"lr_scaling must be one of {', '.join(map(repr, LR_SCALINGS))}, or "
                               f"'module:function'. Received: lr_scaling={self.lr_scaling!r}")
-        self._check_engine()
-        if self.resume and self.overwrite:
-            raise ConfigError("resume and overwrite exclude each other; give one of them.")
+        if self.xla and self.sync_batch_norm:
+            raise ConfigError("xla compiles the forward pass, and sync_batch_norm needs a "
+                              "collective within it. Leave one of the two out.")
+        for name, field in fields_of(TrainConfig).items():
+            value = getattr(self, name)
+            if name not in ("ps", "tf") and value not in (field.default, *field.everywhere):
+                field.check_engine(value, self.engine)
 
     def rank_batch(self, size: int) -> int:
         """Samples per step on a rank of `size`; where they differ, of the one that has most."""
@@ -178,20 +231,35 @@ class TrainConfig:
         """What to do with a remainder, where `best` is what `auto` means."""
         return best if self.remainder == "auto" else self.remainder
 
-    def _check_engine(self) -> None:
-        if self.xla and self.sync_batch_norm:
-            raise ConfigError("xla compiles the forward pass, and sync_batch_norm needs a "
-                              "collective within it. Leave one of the two out.")
-        if self.engine != "allreduce":
-            for name, (harmless, instead) in _OF_ALLREDUCE.items():
-                if getattr(self, name) not in harmless:
-                    raise ConfigError(
-                        f"{name}={getattr(self, name)!r} belongs to engine 'allreduce'. Received: "
-                        f"engine={self.engine!r}. {instead}")
-        if self.engine == "ps" and (self.checkpoint_every_steps or self.checkpoint_every_s):
-            raise ConfigError("Engine 'ps' writes checkpoints at the ends of epochs only. "
-                              f"Received: checkpoint_every_steps={self.checkpoint_every_steps}, "
-                              f"checkpoint_every_s={self.checkpoint_every_s:g}. Leave them out.")
+    def with_options(self, changes: Mapping[str, Any]) -> TrainConfig:
+        """A copy with what was given for this run, by names.
+
+        Raises:
+            ConfigError: A value does not fit, or would be ignored.
+        """
+        changed = replace(self, **changes)
+        for name, value in changes.items():
+            if "." in name:
+                settings_in(TrainConfig)[name].check_engine(value, changed.engine)
+        return changed
+
+    def as_launched(self, environ: Mapping[str, str]) -> TrainConfig:
+        """A copy of the settings of a script with those that the launcher gives it.
+
+        Raises:
+            ConfigError: The script and the launcher say something else of one setting, or what
+                the launcher says does not fit.
+        """
+        text = environ.get(SETTINGS_VARIABLE, "{}")
+        try:
+            given = dict(json.loads(text))
+        except (ValueError, TypeError):
+            raise ConfigError(f"{SETTINGS_VARIABLE} holds no settings in JSON. Received: {text!r}. "
+                              "Use hvdtrain launch --set NAME=VALUE, which writes it.") from None
+        refuse_unknown(given, settings_in(TrainConfig), where=SETTINGS_VARIABLE)
+        if environ.get(COLLECTIVE_VARIABLE, "auto") != "auto":
+            given["collective"] = environ[COLLECTIVE_VARIABLE]
+        return join(self, given, mine="the script", theirs="The options of the launcher")
 
 
 def config_to_json(config: TrainConfig) -> str:
@@ -212,39 +280,4 @@ def check_hang_timeout(hang_timeout_s: float) -> None:
     Raises:
         ConfigError: It is neither 0 nor in the range.
     """
-    if hang_timeout_s != 0 and not 1 <= hang_timeout_s <= _LONGEST_HANG_S:
-        raise ConfigError(f"hang_timeout_s must be 0 (no limit) or from 1 to {_LONGEST_HANG_S:,} "
-                          f"seconds. Received: hang_timeout_s={hang_timeout_s}")
-
-
-class _Reduction(Protocol):
-    """What settings of a run and of one optimizer have in common."""
-
-    @property
-    def compression(self) -> Compression: ...
-    @property
-    def topk_ratio(self) -> float: ...
-    @property
-    def approximation_rank(self) -> int: ...
-    @property
-    def predivide(self) -> float: ...
-
-
-def check_reduction(settings: _Reduction) -> None:
-    """Refuse settings of the reduction of gradients that do not fit.
-
-    Raises:
-        ConfigError: A number is out of range, or two settings exclude each other.
-    """
-    ratio, predivide = settings.topk_ratio, settings.predivide
-    if not 0 < ratio <= 1:
-        raise ConfigError(f"topk_ratio must be above 0 and at most 1. Received: {ratio}")
-    at_least(settings, "approximation_rank", 1)
-    if not 0 < predivide <= _LARGEST_PREDIVIDE:
-        raise ConfigError(f"predivide must be above 0 and at most {_LARGEST_PREDIVIDE:,}. "
-                          f"Received: predivide={predivide}")
-    if predivide != 1 and settings.compression in SUMMED_APART:
-        raise ConfigError(
-            f"predivide={predivide:g} has no meaning with compression={settings.compression!r}, "
-            "which sums in float32 and divides once. Leave predivide out, or use compression "
-            "'none' or 'fp16'.")
+    fields_of(TrainConfig)["hang_timeout_s"].check(hang_timeout_s)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.settings import at_least, check_types
+from hvdtrain.settings import check, setting
 
 EngineName = Literal["allreduce", "ps", "tf"]
 PsMode = Literal["async", "sync"]
@@ -26,53 +26,54 @@ _PARTITIONER = re.compile(
 class PsConfig:
     """How parameter-server training works. Equal on all ranks."""
 
-    servers: int = 1
-    """Ranks that hold the parameters; the ranks are the chief, the workers, the servers and, if
-    there is one, the evaluator, in this order."""
-    mode: PsMode = "async"
-    """`async`: each gradient is applied when it arrives. `sync`: the mean of
-    `replicas_to_aggregate` gradients is applied, as one process would with so many batches."""
-    replicas_to_aggregate: int | None = None
-    """Gradients per update in mode `sync`. Default: the workers without the backup workers."""
-    backup_workers: int = 0
-    """Workers more than `sync` needs, which compute again what a slow worker has not delivered."""
-    staleness: int | None = None
-    """In mode `async`: a batch is begun only when all but so many of the batches before it have
-    been applied. Default: no bound."""
-    steps_per_closure: int = 10
-    """In mode `async`: batches that a worker trains on before it reports to the chief. 1 with
-    `staleness`."""
-    placement: Placement = "greedy"
-    """Which server gets which parameter: the one with the fewest bytes, or in turn."""
-    partitioner: str = "none"
-    """How large parameters are cut along their first axis: `none`, `fixed:SHARDS`,
-    `min_size:BYTES[:MAX_SHARDS]` or `max_size:BYTES[:MAX_SHARDS]`."""
-    fused: bool | None = None
-    """Keep all parameters of a server in one vector. Default: wherever the optimizer treats every
-    number alike."""
-    sparse_embeddings: bool = True
-    """Move only the rows of an embedding that a batch uses."""
-    wire_dtype: WireDtype = "float32"
-    """How parameters and gradients travel; they are kept in float32."""
-    evaluation: PsEvaluation = "distributed"
-    """Where validation runs after an epoch: on the workers, or on the chief (`direct`)."""
-    evaluator: bool = False
-    """The last rank evaluates each checkpoint on its own, beside the training (side-car)."""
-    max_restarts: int = 3
-    """How often a worker, a server or the chief is started again after it was lost."""
-    start_timeout_s: float = 600.0
-    """How long to wait for all ranks at the start, and for one that was started again."""
+    servers: int = setting(
+        1, "Ranks that hold the parameters. The ranks are the chief, the workers, the servers and, "
+        "if there is one, the evaluator, in this order.", least=1, option="--ps")
+    mode: PsMode = setting(
+        "async", "Apply each gradient when it arrives (`async`), or the mean of several (`sync`). "
+        "The mean is that of `replicas_to_aggregate` gradients, as of one process with so many "
+        "batches.")
+    replicas_to_aggregate: int | None = setting(
+        None, "Mode `sync`: gradients per update.", least=1, option="--ps-replicas",
+        unset="workers without backups")
+    backup_workers: int = setting(
+        0, "Mode `sync`: workers more than are needed. They compute again what a slow worker has "
+        "not delivered.", least=0)
+    staleness: int | None = setting(
+        None, "Mode `async`: batches in flight beside the oldest one. A batch is begun only when "
+        "all but so many of those before it have been applied.", least=0, unset="no bound")
+    steps_per_closure: int = setting(
+        10, "Mode `async`: batches that a worker trains on before it reports. 1 with `staleness`.",
+        least=1)
+    placement: Placement = setting(
+        "greedy", "Which server gets which parameter. `greedy`: the one with the fewest bytes; "
+        "`round_robin`: in turn.")
+    partitioner: str = setting(
+        "none", "How large parameters are cut along their first axis: `none`, `fixed:SHARDS`, "
+        "`min_size:BYTES[:MAX_SHARDS]` or `max_size:BYTES[:MAX_SHARDS]`.")
+    fused: bool | None = setting(
+        None, "Keep all parameters of a server in one vector.",
+        unset="wherever the optimizer treats every number alike")
+    sparse_embeddings: bool = setting(
+        True, "Move only the rows of an embedding that a batch uses.",
+        option="--ps-sparse/--no-ps-sparse")
+    wire_dtype: WireDtype = setting(
+        "float32", "How parameters and gradients travel. They are kept in float32.")
+    evaluation: PsEvaluation = setting(
+        "distributed", "Where validation runs after an epoch: on the workers (`distributed`), or "
+        "on the chief (`direct`).")
+    evaluator: bool = setting(
+        False, "The last rank evaluates each checkpoint on its own, beside the training.",
+        option="--evaluator/--no-evaluator")
+    max_restarts: int = setting(
+        3, "How often a worker, a server or the chief is started again after it was lost.",
+        least=0, option="--max-restarts")
+    start_timeout_s: float = setting(
+        600.0, "How long to wait for all ranks at the start, and for one that was started again.",
+        least=1, metavar="SECONDS")
 
     def __post_init__(self) -> None:
-        check_types(self)
-        at_least(self, "servers", 1)
-        at_least(self, "steps_per_closure", 1)
-        at_least(self, "backup_workers", 0)
-        at_least(self, "max_restarts", 0)
-        at_least(self, "start_timeout_s", 1)
-        for name in ("replicas_to_aggregate", "staleness"):
-            if getattr(self, name) is not None:
-                at_least(self, name, 0 if name == "staleness" else 1)
+        check(self)
         if not _PARTITIONER.match(self.partitioner):
             raise ConfigError(
                 "partitioner must be none, fixed:SHARDS, min_size:BYTES[:MAX_SHARDS] or "
@@ -107,19 +108,18 @@ class PsConfig:
 class TfConfig:
     """Which strategy of tf.distribute trains. Equal on all processes."""
 
-    strategy: StrategyName = "auto"
-    """`auto`: `multi_worker_mirrored` for several processes, `mirrored` for several GPUs in one,
-    else `default`."""
-    devices: int | None = None
-    """Replicas in this process for `mirrored` and `central_storage`. Default: its GPUs, or 1."""
-    device: str | None = None
-    """The device of `one_device`, such as `GPU:1`. Default: the first GPU, or `CPU:0`."""
-    cross_device: CrossDevice = "auto"
-    """How replicas add gradients."""
-    tpu: str | None = None
-    """The name or address of the TPU."""
+    strategy: StrategyName = setting(
+        "auto", "The strategy of tf.distribute. `auto`: `multi_worker_mirrored` for several "
+        "processes, `mirrored` for several GPUs in one, else `default`.", option="--strategy")
+    devices: int | None = setting(
+        None, "Replicas in this process, for `mirrored` and `central_storage`.", least=1,
+        option="--devices", unset="its GPUs, or 1")
+    device: str | None = setting(
+        None, "The device of `one_device`, such as `GPU:1`.", option="--device",
+        unset="the first GPU, or `CPU:0`")
+    cross_device: CrossDevice = setting(
+        "auto", "How replicas add gradients.", option="--cross-device")
+    tpu: str | None = setting(None, "The name or address of the TPU.", option="--tpu")
 
     def __post_init__(self) -> None:
-        check_types(self)
-        if self.devices is not None:
-            at_least(self, "devices", 1)
+        check(self)

@@ -30,7 +30,7 @@ A *Python job* is a module with a function `job()` that returns a `Job`.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from typing import Any
 from hvdtrain.config import TrainConfig
 from hvdtrain.engine_config import PsConfig, TfConfig
 from hvdtrain.errors import ConfigError
-from hvdtrain.settings import check_types, from_mapping
+from hvdtrain.settings import check, from_mapping, setting, settings_in, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,14 @@ class Job:
     callbacks: Callable[[], Sequence[Any]] = list
     """Returns Keras callbacks, called on every rank."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, TrainConfig):
+            raise ConfigError("A job takes config=hvdtrain.TrainConfig(...). Received: "
+                              f"config={self.config!r}")
+        plain = settings_of(TrainConfig())
+        refuse_in_job(name for name, value in settings_of(self.config).items()
+                      if value != plain[name])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
@@ -72,16 +80,17 @@ class Named:
 class CompileConfig:
     """The `[compile]` table: arguments of `model.compile`."""
 
-    loss: str | None = None
-    """A name that `keras.losses.get` knows, or `module:function`."""
-    metrics: tuple[str, ...] = ()
-    from_logits: bool = False
-    """The model's outputs are logits (for the crossentropies)."""
-    steps_per_execution: int = 1
-    """Batches that run in one call of the train function."""
+    loss: str | None = setting(
+        None, "A name that `keras.losses.get` knows, `module:function` or `file.py:function`. "
+        "Required, unless the model's function compiles the model; then `[optimizer]` and "
+        "`[compile]` are not used.")
+    metrics: tuple[str, ...] = setting((), "Names that Keras knows, e.g. `[\"accuracy\"]`.")
+    from_logits: bool = setting(
+        False, "The model's outputs are logits: for the crossentropies.")
+    steps_per_execution: int = setting(1, "Batches in one call of the train function.", least=1)
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +110,18 @@ DEFAULT_JOB = "hvdtrain.toml"
 """The job file of the current folder, for a command that names none."""
 _TABLES = ("model", "data", "optimizer", "compile", "train", "ps", "tf")
 _ENGINE_TABLES = {"ps": PsConfig, "tf": TfConfig}
+
+
+def refuse_in_job(names: Iterable[str]) -> None:
+    """Refuse settings that only scripts have.
+
+    Raises:
+        ConfigError: One of these names is such a setting.
+    """
+    known = settings_in(TrainConfig)
+    for name in names:
+        if name in known and known[name].script_only:
+            raise ConfigError(f"{name} has no meaning in a job: {known[name].script_only}")
 
 
 def check_default_job() -> None:
@@ -138,6 +159,7 @@ def read_job_file(path: Path) -> JobFile:
         if not isinstance(tables[name], dict):
             raise ConfigError(f"{path}: {name} must be a table, written [{name}]. "
                               f"Received: {name} = {tables[name]!r}")
+    refuse_in_job(tables.get("train", {}))
     compile_table = dict(tables.get("compile", {}))
     if isinstance(compile_table.get("metrics"), list):
         compile_table["metrics"] = tuple(compile_table["metrics"])

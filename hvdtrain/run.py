@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.job import Job
+from hvdtrain.job import Job, refuse_in_job
 from hvdtrain.session import Session
-from hvdtrain.settings import replace
 
 DEFAULT_OUTPUT = Path("runs")
 
 
 def with_default_output(job: Job, changes: dict[str, Any]) -> TrainConfig:
     """The job's settings with the command line's changes; output defaults to `runs/<job>`."""
-    if changes.get("output") is None and job.config.output is None:
-        changes = {**changes, "output": DEFAULT_OUTPUT / job.name}
-    return replace(job.config, **changes)
+    refuse_in_job(changes)
+    if job.config.output is None:
+        changes = {"output": DEFAULT_OUTPUT / job.name, **changes}
+    return job.config.with_options(changes)
 
 
 def run_job(job: Job, config: TrainConfig, session: Session, *,

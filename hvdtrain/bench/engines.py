@@ -31,14 +31,17 @@ class Engine:
         return 1 + workers + servers if self.kind == "ps" else workers
 
 
+_ALLREDUCE = ("--engine", "allreduce")
+
 ENGINES: dict[str, Engine] = {
-    "single": Engine(kind="single", says="one process", synchronous=False),
+    "single": Engine(kind="single", says="one process", fit=_ALLREDUCE, synchronous=False),
     "allreduce-gloo": Engine(
         kind="ring", says="allreduce, Horovod over Gloo (TCP)",
-        launch=("--starter", "native", "--collective", "horovod-gloo")),
+        launch=("--starter", "native", "--collective", "horovod-gloo"), fit=_ALLREDUCE),
     "allreduce-mpi": Engine(
         kind="ring", says="allreduce, Horovod over MPI (within a host by shared memory)",
-        launch=("--starter", "mpirun", "--collective", "horovod-mpi"), shared_memory=True),
+        launch=("--starter", "mpirun", "--collective", "horovod-mpi"), fit=_ALLREDUCE,
+        shared_memory=True),
     "ps-async": Engine(
         kind="ps", says="parameter servers, each gradient applied when it arrives",
         launch=("--starter", "native"), fit=("--engine", "ps", "--ps-mode", "async"),

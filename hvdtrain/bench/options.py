@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.bench.engines import ENGINES
 from hvdtrain.errors import ConfigError
-from hvdtrain.settings import check_finite
+from hvdtrain.settings import check_finite, setting
 
 PLACEMENTS = ("workers", "apart")
 DEFAULT_WORKERS = 2
@@ -59,36 +59,38 @@ class CompareOptions:
     """Validated when made; the only home of the defaults."""
 
     job: str
-    engines: tuple[str, ...] = tuple(ENGINES)
-    """In the order in which they take turns."""
-    workers: int | None = None
-    """Processes that compute gradients, for every engine. Default: 2, or one per host."""
-    servers: int = 1
-    """Parameter servers."""
-    servers_on: str = "workers"
-    """With a network: parameter servers on the `workers`' hosts, or on hosts of their own."""
-    epochs: int | None = None
-    """Default: those of the job. At least 2, since the first one is not measured."""
-    batch_per_rank: int | None = None
-    """Samples per batch of one worker. Default: that of the job."""
-    rounds: int = 3
-    """How often every engine takes its turn."""
-    threads: int | None = None
-    """OMP_NUM_THREADS of every process. Default: the cores over the workers, at least 1."""
-    target: str | None = None
-    """`FIGURE=VALUE`, the figure of an epoch to reach."""
-    network: tuple[str, ...] = ()
-    """Rates of the links of virtual hosts, e.g. `100mbit`."""
-    hosts: tuple[int, ...] = ()
-    """Numbers of virtual hosts. Default: one per worker."""
-    sweep: str | None = None
-    """`data`, `model`, `roles`, or `data.KEY=V,...` or `model.KEY=V,...`."""
-    output: Path | None = None
-    """Default: `runs/compare-<job>`."""
-    overwrite: bool = False
-    """Delete what a former comparison left in `output`."""
-    timeout_s: float = 3600.0
-    """Limit for one run."""
+    engines: tuple[str, ...] = setting(
+        tuple(ENGINES), "In the order in which they take turns.", metavar="NAME,...",
+        commas=True, unset=",".join(ENGINES))
+    workers: int | None = setting(
+        None, "Processes that compute gradients, for every engine.", option="--workers,-np",
+        unset=f"{DEFAULT_WORKERS}, or one per host")
+    servers: int = setting(1, "Parameter servers.", option="--ps")
+    epochs: int | None = setting(
+        None, "At least 2; the first one is not measured.", unset="the job's")
+    batch_per_rank: int | None = setting(
+        None, "Samples per batch of one worker.", unset="the job's")
+    rounds: int = setting(3, "How often every engine takes its turn.")
+    threads: int | None = setting(
+        None, "OMP_NUM_THREADS of every process.", unset="cores over workers")
+    target: str | None = setting(
+        None, "Report the time to it, as in val_accuracy=0.9.", metavar="FIGURE=VALUE")
+    network: tuple[str, ...] = setting(
+        (), "Run on virtual hosts with links of these speeds, as in 100mbit,1gbit; root only.",
+        metavar="RATE,...", commas=True)
+    hosts: tuple[int, ...] = setting(
+        (), "With --network: numbers of hosts, with one worker on each.", metavar="N,...",
+        commas=True, unset="one per worker")
+    servers_on: str = setting(
+        "workers", f"With --network, where the parameter servers stand: {', '.join(PLACEMENTS)}.")
+    sweep: str | None = setting(
+        None, "Vary the data's size (data), the model's (model), the servers (roles), or a key of "
+        "the job file (model.hidden=256,512).", metavar="WHAT")
+    output: Path | None = setting(
+        None, "Folder for reports and all runs.", option="--output,-o", unset="runs/compare-<job>")
+    overwrite: bool = setting(
+        False, "Delete a former comparison there.", option="--overwrite")
+    timeout_s: float = setting(3600.0, "Limit for one run.", metavar="SECONDS")
 
     def __post_init__(self) -> None:
         """Check each value.

@@ -7,30 +7,26 @@ from __future__ import annotations
 
 import os
 import sys
-from itertools import pairwise
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from hvdtrain.cli.hosts import (
-    Hostfile,
-    NetworkInterface,
-    SshIdentityFile,
-    SshPort,
-    split_networks,
-)
-from hvdtrain.errors import ConfigError, LaunchError
-from hvdtrain.launch.options import COLLECTIVES, STARTERS, ElasticOptions, LaunchOptions
-from hvdtrain.launch.rank_command import RankCommand, split_command
-from hvdtrain.launch.remote_shell import RemoteOptions, asks_about_keys
+from hvdtrain.cli.fit import check_fit
+from hvdtrain.cli.settings import GroupedCommand, Set, settings_env, with_settings
+from hvdtrain.errors import LaunchError
+from hvdtrain.launch.options import LaunchOptions
+from hvdtrain.launch.rank_command import split_command
+from hvdtrain.launch.remote_shell import asks_about_keys
+from hvdtrain.settings import replace, settings_in
 
+Command = Annotated[list[str], typer.Argument(
+    metavar="COMMAND", help="An hvdtrain command with its arguments, as in `fit JOB`; or `--` and "
+    "any program, as in `-- python train.py`.")]
 # The first word that is no option begins the command; its own options are left alone.
 LAUNCH_SETTINGS = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 
 
-class LaunchCommand(TyperCommand):
+class LaunchCommand(GroupedCommand):
     """Keeps the `--` before a program, which the parser drops: it tells the two forms apart."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
@@ -41,50 +37,13 @@ class LaunchCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+@with_settings(settings_in(LaunchOptions).values())
 def launch_command(
-    command: Annotated[list[str], typer.Argument(
-        metavar="COMMAND", help="An hvdtrain command with its arguments, as in `fit JOB`; or "
-        "`--` and any program, as in `-- python train.py`.")],
-    np: Annotated[int | None, typer.Option(
-        "-np", "--np", help="Number of ranks.", show_default="all slots of -H")] = None,
-    hosts: Annotated[str | None, typer.Option(
-        "-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts and how many ranks each takes.",
-        show_default="the Slurm job, the MPIJob, or this host")] = None,
-    hostfile: Hostfile = None,
-    ssh_port: SshPort = None,
-    ssh_identity_file: SshIdentityFile = None,
-    network_interface: NetworkInterface = None,
-    start_timeout: Annotated[float | None, typer.Option(
-        metavar="SECONDS", help="How long to wait for hosts that cannot be reached.",
-        show_default="0; in an MPIJob 300")] = None,
-    starter: Annotated[str, typer.Option(
-        help=f"What creates the processes: {', '.join(STARTERS)}.")] = LaunchOptions.starter,
-    collective: Annotated[str, typer.Option(
-        help=f"What moves the bytes: {', '.join(COLLECTIVES)}.")] = LaunchOptions.collective,
-    env: Annotated[list[str] | None, typer.Option(
-        "--env", "-x", metavar="VAR[=VALUE]", help="A variable for the ranks; repeatable.")] = None,
-    output: Annotated[Path | None, typer.Option(
-        help="Directory for one log file per rank.")] = None,
-    timeout: Annotated[float | None, typer.Option(
-        "--timeout", "--timeout-s", metavar="SECONDS", help="Limit for the whole job.",
-        show_default="none")] = None,
-    grace: Annotated[float, typer.Option(
-        metavar="SECONDS", help="From SIGTERM to SIGKILL when the job is told to stop."
-    )] = LaunchOptions.grace_s,
-    preload: Annotated[bool, typer.Option(
-        "--preload", help="Import TensorFlow once per host and fork the ranks from there."
-    )] = LaunchOptions.preload,
-    verbose: Annotated[bool, typer.Option(
-        "--verbose", "-v", help="Show the plan, and the output of every rank.")] = False,
+    command: Command,
+    settings: Set = None,
     dry_run: Annotated[bool, typer.Option(
         "--dry-run", help="Show the plan and start nothing.")] = False,
-    min_np: Annotated[int | None, typer.Option(help="Elastic, with horovodrun.")] = None,
-    max_np: Annotated[int | None, typer.Option(help="Elastic, with horovodrun.")] = None,
-    host_discovery_script: Annotated[Path | None, typer.Option(
-        help="Elastic, with horovodrun.")] = None,
-    slots_per_host: Annotated[int | None, typer.Option(help="Elastic, with horovodrun.")] = None,
-    elastic_timeout: Annotated[int | None, typer.Option(help="Elastic, with horovodrun.")] = None,
-    reset_limit: Annotated[int | None, typer.Option(help="Elastic, with horovodrun.")] = None,
+    *, given: dict[str, Any],
 ) -> None:
     """Start the ranks of a job on its hosts and stay until all have ended.
 
@@ -102,83 +61,27 @@ def launch_command(
     from hvdtrain.launch.render import render
 
     ranks = split_command(command, "hvdtrain launch")
-    options = LaunchOptions(
-        command=with_collective(ranks, collective).argv, np=np, hosts=hosts, hostfile=hostfile,
-        starter=starter, env=tuple(env or ()), output=output, timeout_s=timeout, grace_s=grace,
-        preload=preload, verbose=verbose or ranks.own_words[:1] == ("world",),
-        collective=collective_of(ranks, collective),
-        remote=RemoteOptions(port=ssh_port, identity_file=ssh_identity_file),
-        network_interface=split_networks(network_interface),
-        start_timeout_s=start_timeout, elastic=ElasticOptions(
-            min_np=min_np, max_np=max_np, host_discovery_script=host_discovery_script,
-            slots_per_host=slots_per_host, elastic_timeout_s=elastic_timeout,
-            reset_limit=reset_limit))
+    collective = given.get("collective", "auto")
+    if ranks.is_fit:
+        asked = check_fit(ranks.own_words[1:]).get("collective", "auto")
+        if "auto" not in (asked, collective) and asked != collective:
+            raise LaunchError(f"launch was given --collective {collective}, but the command "
+                              f"--collective {asked}. Expected one of them.")
+        if asked == "auto" != collective:
+            ranks = ranks.with_words("--collective", collective)
+        given["collective"] = collective if asked == "auto" else asked
+    given["env"] = (*settings_env(ranks, settings, own=("collective",)), *given.get("env", ()))
+    options = replace(LaunchOptions(command=ranks.argv), **given | {
+        "verbose": given.get("verbose", False) or ranks.own_words[:1] == ("world",)})
     names = [host.name for host in read_hosts(options, os.environ)]
     facts = gather_facts(names, lambda host: asks_about_keys(host, options.remote))
     plan = make_plan(options, os.environ, facts)
     if dry_run:
         print(render(plan), end="")
         return
-    if verbose:
+    if "verbose" in given:
         print(render(plan), end="", file=sys.stderr, flush=True)
     else:
         for note in plan.notes:
             print(f"hvdtrain launch: {note}", file=sys.stderr, flush=True)
     raise typer.Exit(launch(plan))
-
-
-def with_collective(command: RankCommand, collective: str) -> RankCommand:
-    """The command of the ranks, with the option of `launch` where it has none of its own.
-
-    Raises:
-        ConfigError: Its job file is missing or wrong.
-    """
-    if not command.is_fit:
-        return command
-    check_job(list(command.own_words[1:]))
-    if collective == "auto" or _asked_in(command) is not None:
-        return command
-    return command.with_words("--collective", collective)
-
-
-def check_job(words: list[str]) -> None:
-    """Tell a mistake in a job file once, here, rather than on every rank.
-
-    Raises:
-        ConfigError: The job file is missing or wrong.
-    """
-    from hvdtrain.job import DEFAULT_JOB, check_default_job, read_job_file
-    if not words:
-        check_default_job()
-    for word in words or [DEFAULT_JOB]:
-        path = Path(word)
-        if path.suffix == ".toml" and not word.startswith("-"):
-            read_job_file(path)
-            return
-        if path.suffix == ".py" and not word.startswith("-") and not path.is_file():
-            raise ConfigError(f"The job file {path} does not exist. Give a .toml file, a .py "
-                              "file or a module; examples/ has some of each.")
-
-
-def collective_of(command: RankCommand, collective: str) -> str:
-    """The collective that the ranks will use: the option of `launch`, or that of the command.
-
-    Raises:
-        LaunchError: They differ.
-    """
-    asked = _asked_in(command)
-    if asked is None or asked == collective:
-        return collective
-    if collective != "auto":
-        raise LaunchError(f"launch was given --collective {collective}, but the command "
-                          f"--collective {asked}. Expected one of them.")
-    return asked
-
-
-def _asked_in(command: RankCommand) -> str | None:
-    words = command.own_words if command.is_fit else ()
-    for word, following in pairwise((*words, "")):
-        name, equals, value = word.partition("=")
-        if name == "--collective":
-            return value if equals else following
-    return None

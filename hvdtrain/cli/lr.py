@@ -9,25 +9,21 @@ from typing import Annotated, Any
 
 import typer
 
+from hvdtrain.cli.settings import SETTINGS, with_settings
 from hvdtrain.errors import ConfigError
 
 
+@with_settings(SETTINGS[name] for name in (
+    "epochs", "batch_per_rank", "batch_global", "lr_scaling", "warmup_epochs"))
 def lr_command(
     job: Annotated[str, typer.Argument(help="A .toml file, a .py file, or package.module.")],
     ranks: Annotated[int, typer.Option("--ranks", "-np", min=1, help="Number of ranks.")] = 1,
-    epochs: Annotated[int | None, typer.Option(
-        help="Passes over the data.", show_default="the job's")] = None,
-    batch_per_rank: Annotated[int | None, typer.Option(
-        help="Samples per step and rank.", show_default="the job's")] = None,
-    lr_scaling: Annotated[str | None, typer.Option(
-        help="linear, sqrt, none, or module:function.", show_default="the job's")] = None,
-    warmup_epochs: Annotated[float | None, typer.Option(
-        help="Epochs over which the rate rises.", show_default="the job's")] = None,
     points: Annotated[int, typer.Option(min=2, help="Lines of the table.")] = 20,
     plot: Annotated[Path | None, typer.Option(
         metavar="FILE", help="Draw the curve: .png, .svg or .pdf.")] = None,
     to_csv: Annotated[Path | None, typer.Option(
         "--csv", metavar="FILE", help="Write every step to a CSV file.")] = None,
+    *, given: dict[str, Any],
 ) -> None:
     """Print the learning rate of JOB on so many ranks, with scaling, warmup and schedule.
 
@@ -37,8 +33,7 @@ def lr_command(
         raise ConfigError(f"--plot is {str(plot)!r}. Expected a file name that ends in .png, .svg "
                           "or .pdf.")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    curve = _curve(job, ranks, dict(epochs=epochs, batch_per_rank=batch_per_rank,
-                                    lr_scaling=lr_scaling, warmup_epochs=warmup_epochs))
+    curve = _curve(job, ranks, given)
     _show(curve, points)
     if to_csv is not None:
         to_csv.parent.mkdir(parents=True, exist_ok=True)
@@ -54,11 +49,10 @@ def lr_command(
         print(f"hvdtrain lr: {plot}")
 
 
-def _curve(target: str, ranks: int, changes: dict[str, Any]) -> Any:
+def _curve(target: str, ranks: int, given: dict[str, Any]) -> Any:
     from hvdtrain.entry import load_job
-    from hvdtrain.settings import replace
     job = load_job(target)
-    config = replace(job.config, **changes)
+    config = job.config.with_options(given)
     from hvdtrain.collectives.single import SingleCollective
     from hvdtrain.data.source import splits_of
     from hvdtrain.data.stream import one_sample

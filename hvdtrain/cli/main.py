@@ -16,6 +16,7 @@ from hvdtrain.cli.fit import fit_command
 from hvdtrain.cli.k8s import k8s_app
 from hvdtrain.cli.launch import LAUNCH_SETTINGS, LaunchCommand, launch_command
 from hvdtrain.cli.lr import lr_command
+from hvdtrain.cli.settings import GroupedCommand
 from hvdtrain.cli.slurm import SubmitCommand, slurm_command
 from hvdtrain.cli.world import world_command
 from hvdtrain.errors import HvdtrainError
@@ -26,7 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train Keras 3 models on many processes with Horovod's collectives.")
 
-app.command("fit")(fit_command)
+app.command("fit", cls=GroupedCommand)(fit_command)
 app.command("launch", cls=LaunchCommand, context_settings=LAUNCH_SETTINGS)(launch_command)
 app.command("slurm", cls=SubmitCommand, context_settings=LAUNCH_SETTINGS)(slurm_command)
 app.add_typer(k8s_app, name="k8s")

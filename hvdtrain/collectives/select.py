@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from hvdtrain.collectives.base import Collective
+from hvdtrain.config import CollectiveName
 from hvdtrain.errors import CollectiveError, ConfigError
 from hvdtrain.horovod_check import HorovodCheck
 from hvdtrain.world import World
 
-NAMES = ("auto", "horovod-gloo", "horovod-mpi", "mpi4py", "single")
+NAMES: tuple[str, ...] = get_args(CollectiveName)
 _MPI_OF_STARTER = {"openmpi": "openmpi", "hydra": "mpich"}
 
 

@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.errors import ConfigError
 from hvdtrain.hosts import Host, parse_hosts, read_hostfile
-from hvdtrain.launch.remote_shell import RemoteOptions
-from hvdtrain.world.network import check_wanted
+from hvdtrain.launch.options import HostsOptions
+from hvdtrain.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
+class DoctorOptions(HostsOptions):
     """Validated when made."""
 
-    hosts: str | None = None
-    """`-H`: `HOST:SLOTS,...`. Default: this host alone."""
-    hostfile: Path | None = None
-    """In place of `hosts`."""
-    remote: RemoteOptions = field(default_factory=RemoteOptions)
-    """How other hosts are reached."""
-    network_interface: tuple[str, ...] = ()
-    """Names or networks (CIDR) in order of preference; looked up on each host."""
-    output: Path | None = None
-    """The job's output folder, if it is to be checked as well."""
-    allreduce: bool = True
-    """Run two ranks that reduce known values."""
-
-    def __post_init__(self) -> None:
-        """Check each value.
-
-        Raises:
-            ConfigError: A value is out of range, or two contradict each other.
-        """
-        if self.hosts is not None and self.hostfile is not None:
-            raise ConfigError("Both -H and --hostfile are given. Expected one of them.")
-        check_wanted(self.network_interface)
+    hosts: str | None = setting(
+        None, "Hosts to examine, and how many ranks each is to take.", option="-H,--hosts",
+        metavar="HOST:SLOTS,...", unset="this host")
+    output: Path | None = setting(
+        None, "The job's output folder: is it one folder on all hosts?", option="--output,-o",
+        unset="runs, if it is there")
+    allreduce: bool = setting(True, "Run two ranks that reduce known values.")
 
     def read_hosts(self) -> tuple[Host, ...]:
         """The hosts that were named; empty where none were.

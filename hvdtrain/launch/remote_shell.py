@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import ConfigError, LaunchError
+from hvdtrain.settings import setting
 
 CONNECT_TIMEOUT_S = 10
 _ALIVE_INTERVAL_S, _ALIVE_COUNT = 3, 3
@@ -34,8 +35,10 @@ _BOOT = ("import os\ns=b''\nwhile len(s)<{size}:\n d=os.read(0,{size}-len(s))\n"
 class RemoteOptions:
     """How other hosts are reached; what is not given here comes from the user's ssh_config."""
 
-    port: int | None = None
-    identity_file: Path | None = None
+    port: int | None = setting(
+        None, "Port of ssh on the other hosts.", option="--ssh-port", unset="ssh's own")
+    identity_file: Path | None = setting(
+        None, "Private key for ssh.", option="--ssh-identity-file", unset="ssh's own")
     kubectl: tuple[str, ...] | None = None
     """`kubectl` and the options of `kubectl exec`, in place of ssh."""
 

@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from hvdtrain.collectives.base import Collective
-from hvdtrain.config import SUMMED_APART, Compression, Sparse, TrainConfig, check_reduction
+from hvdtrain.config import SUMMED_APART, ReductionConfig, TrainConfig
 from hvdtrain.errors import ConfigError, OptimizerError
 from hvdtrain.log import get_logger
-from hvdtrain.settings import check_finite
+from hvdtrain.settings import fields_of, join, setting
 
 Merge = Literal["sum", "none"]
 GradientOp = Literal["average", "sum", "adasum"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReducerOptions:
-    """How gradients are reduced. Equal on all ranks (compared when the first step is traced)."""
+class ReducerOptions(ReductionConfig):
+    """How gradients are reduced. Equal on all ranks (compared when the first step is traced).
 
-    bucket_bytes: int = 32 << 20
-    """Gradients are fused into groups of about this size, last layer first, so that the first
-    group can travel while the backward pass goes on."""
-    sparse: Sparse = "auto"
-    """IndexedSlices (embeddings): `gather` sends the rows used, `dense` the whole table, `auto`
-    decides for each table when the first step is traced."""
+    The fields that a run has as well are those of `TrainConfig`.
+    """
+
+    bucket_bytes: int = setting(
+        32 << 20, "Gradients are fused into groups of about this size, last layer first, so that "
+        "the first group can travel while the backward pass goes on.", least=1)
     merge: Merge = "sum"
     """`sum` adds up rows that occur twice, so that the result is that of the dense gradient.
     `none` leaves them apart as plain Keras does, which gives another result in adaptive
     optimizers and in clipping; the rows then always travel as they are."""
-    compression: Compression = "none"
-    """`fp16`: sums in float16, of gradients that were divided first. `bf16`: bfloat16 on the wire,
-    sums in float32. `topk`: the largest elements of each gradient. `lowrank`: two thin matrices
-    whose product it nearly is (PowerSGD). What these two have not sent is added to the next
-    gradient."""
-    topk_ratio: float = 0.04
-    """The share of a gradient's elements that `topk` sends, within 4 % of the bytes of all."""
-    approximation_rank: int = 16
-    """The highest rank that `lowrank` sends of a gradient, within 4 % of the bytes of all."""
-    predivide: float = 1.0
-    """`average`: divide gradients by this before the sum, and by N over it afterwards."""
     op: GradientOp = "average"
     """`sum` does not divide by N; `adasum` is Horovod's Adasum, where the collective has it."""
     local_variables: tuple[str, ...] | Callable[[Any], bool] = ()
@@ -49,16 +37,9 @@ class ReducerOptions:
     all of a layer of that name), or a function of the variable."""
 
     def __post_init__(self) -> None:
-        for name, known in (("sparse", Sparse), ("merge", Merge), ("compression", Compression),
-                            ("op", GradientOp)):
-            if getattr(self, name) not in get_args(known):
-                raise ConfigError(
-                    f"{name} must be one of {', '.join(map(repr, get_args(known)))}. Received: "
-                    f"{name}={getattr(self, name)!r}")
-        check_finite(self)
-        if self.bucket_bytes < 1:
-            raise ConfigError(f"bucket_bytes must be positive. Received: {self.bucket_bytes}")
-        check_reduction(self)
+        if isinstance(self.local_variables, str):
+            object.__setattr__(self, "local_variables", (self.local_variables,))
+        super().__post_init__()
         if self.merge == "none" and self.sparse == "dense":
             raise ConfigError("merge='none' keeps repeated rows apart, which a dense table cannot: "
                               "use sparse='gather' with it, or merge='sum'.")
@@ -70,15 +51,12 @@ class ReducerOptions:
                               "use 'none' or 'fp16'.")
         if self.op == "adasum" and (self.sparse == "gather" or self.merge == "none"):
             raise ConfigError("Adasum works on dense gradients only: leave sparse and merge out.")
-        if isinstance(self.local_variables, str):
-            object.__setattr__(self, "local_variables", (self.local_variables,))
 
     @classmethod
     def of(cls, config: TrainConfig) -> ReducerOptions:
         """What the settings of a run say."""
-        return cls(bucket_bytes=int(config.bucket_mb * (1 << 20)), sparse=config.sparse,
-                   compression=config.compression, topk_ratio=config.topk_ratio,
-                   approximation_rank=config.approximation_rank, predivide=config.predivide)
+        return cls(bucket_bytes=int(config.bucket_mb * (1 << 20)),
+                   **{name: getattr(config, name) for name in fields_of(ReductionConfig)})
 
     def changed_by(self, settings: ReducerOptions) -> ReducerOptions:
         """These options, with what the settings of a run say beside them.
@@ -86,17 +64,10 @@ class ReducerOptions:
         Raises:
             ConfigError: Both say something, and not the same.
         """
-        plain, changes = ReducerOptions(), {}
-        for name, value in vars(settings).items():
-            mine, default = getattr(self, name), getattr(plain, name)
-            if value in (default, mine):
-                continue
-            if mine != default:
-                raise ConfigError(
-                    f"The settings of the run say {name}={value!r}, and the options given to "
-                    f"DistributedOptimizer {name}={mine!r}. Leave one of the two out.")
-            changes[name] = value
-        return dataclasses.replace(self, **changes)
+        said = {name: getattr(settings, name) for name, field in fields_of(ReducerOptions).items()
+                if getattr(settings, name) != field.default}
+        return join(self, said, mine="the options given to DistributedOptimizer",
+                    theirs="The settings of the run")
 
     def is_local(self, path: str, variable: Any) -> bool:
         """Whether the gradient of `variable`, called `path`, stays on its rank."""

@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Literal
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.settings import required, setting
 from hvdtrain.submit.slurm_options import check_variable
 
 Kind = Literal["mpijob", "tfjob"]
@@ -38,37 +39,40 @@ class KubernetesOptions:
     """Validated when made; names as the cluster would check them, only sooner."""
 
     kind: Kind
-    name: str
-    image: str
-    namespace: str | None = None
-    workers: int = 1
-    """Pods that train. Of a TFJob without servers the first is the chief."""
-    servers: int = 0
-    """Of a TFJob: pods that hold the parameters, for engine `ps`; the chief is one pod more."""
-    slots_per_worker: int | None = None
-    """Ranks in each pod. Default: one per GPU, else 1. A TFJob has one."""
-    gpus_per_worker: int = 0
-    cpu: str | None = None
-    memory: str | None = None
-    env: tuple[str, ...] = ()
-    """`VAR=VALUE` for the ranks."""
-    pvc: tuple[str, ...] = ()
-    """`NAME:MOUNT`: persistent volume claims."""
-    shm: str = "2Gi"
-    """Size of /dev/shm, where NCCL and data loaders meet; Kubernetes gives 64 MiB. 0: as it is."""
-    service_account: str | None = None
-    restart_policy: str = "Never"
-    backoff_limit: int = 0
-    """So often a job that failed is started again."""
-    ttl_s: int | None = None
-    """Delete the job so long after its end. Default: never."""
-    clean_pod_policy: str = "Running"
-    grace_s: int = 60
-    """From SIGTERM to SIGKILL when a pod is deleted or evicted: time to save."""
-    implementation: str = "openmpi"
-    """Of MPI, for an MPIJob: the way in which the operator writes the hostfile."""
-    program: str = "hvdtrain"
-    """hvdtrain in the image."""
+    name: str = required("Name of the job.")
+    image: str = required("Image with hvdtrain and the job.")
+    namespace: str | None = setting(
+        None, "Namespace of the job.", option="--namespace,-n", unset="that of kubectl")
+    workers: int = setting(
+        1, "Pods that train. Of a TFJob without servers the first is the chief.")
+    servers: int = setting(
+        0, "Pods that hold the parameters, for engine ps. The chief is one pod more.",
+        option="--ps", only="tfjob")
+    slots_per_worker: int | None = setting(
+        None, "Ranks in each pod.", unset="one per GPU, else 1", only="mpijob")
+    gpus_per_worker: int = setting(0, "GPUs of each pod.")
+    cpu: str | None = setting(None, "Processors of each pod, as in 8 or 500m.")
+    memory: str | None = setting(None, "Memory of each pod, as in 16Gi.")
+    env: tuple[str, ...] = setting(
+        (), "A variable for the ranks; repeatable.", option="--env,-x", metavar="VAR=VALUE")
+    pvc: tuple[str, ...] = setting(
+        (), "A persistent volume claim and its place; repeatable.", metavar="NAME:MOUNT")
+    shm: str = setting(
+        "2Gi", "Size of /dev/shm; 0: leave it. NCCL and data loaders meet there, and Kubernetes "
+        "gives 64 MiB.")
+    service_account: str | None = setting(None, "Of the pods.")
+    restart_policy: str = setting(
+        "Never", f"Of the pods: {', '.join(RESTART_POLICIES['tfjob'])} (the last two: TFJob).")
+    backoff_limit: int = setting(0, "So often what failed is started again, with --resume.")
+    ttl_s: int | None = setting(
+        None, "Delete the job so long after its end.", metavar="SECONDS", unset="never")
+    clean_pod_policy: str = setting(
+        "Running", f"Pods to delete at the end: {', '.join(CLEAN_POD_POLICIES)}.")
+    grace_s: int = setting(
+        60, "From SIGTERM to SIGKILL when a pod is evicted: time to save.", metavar="SECONDS")
+    implementation: str = setting(
+        "openmpi", f"The dialect of the hostfile: {', '.join(IMPLEMENTATIONS)}.", only="mpijob")
+    program: str = setting("hvdtrain", "hvdtrain in the image.")
 
     def __post_init__(self) -> None:
         """Check each value.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.settings import setting
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MEMORY = re.compile(r"\d+[KMGT]?B?", re.IGNORECASE)
@@ -23,42 +24,41 @@ _TEXTS = ("partition", "account", "qos", "constraint", "job_name", "output", "pr
 class SlurmOptions:
     """Validated when made. The names are those of sbatch where it has one."""
 
-    nodes: int = 1
-    ntasks: int | None = None
-    """Ranks in all."""
-    ntasks_per_node: int | None = None
-    """Ranks on each node. Default: one per GPU."""
-    gpus_per_node: int | None = None
-    cpus_per_task: int | None = None
-    """Processors of each rank; also its OMP_NUM_THREADS."""
-    mem: str | None = None
-    time: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    job_name: str | None = None
-    """Default: the name of the job file."""
-    output: str | None = None
-    """Slurm's log file, a pattern. Default: Slurm's, `slurm-%j.out`."""
-    modules: tuple[str, ...] = ()
-    """Environment modules to load."""
-    env: tuple[str, ...] = ()
-    """`VAR=VALUE`, or `VAR` for a variable that must be set where the job is submitted."""
-    venv: Path | None = None
-    """A virtual environment to activate. Default: none; the Python that runs is named."""
-    program: str | None = None
-    """The program that is hvdtrain. Default: `-m hvdtrain` of the Python that runs."""
-    signal_before_s: int = 120
-    """So many seconds before the time limit the ranks are told to stop; 0: they are not."""
-    requeue: bool = True
-    """Whether a job that was stopped or preempted goes on by itself."""
-    max_requeues: int = 50
-    wait_s: int | None = None
-    """From the end of the first rank to the end of all; 0: no limit. Default: 30 for `fit`; a
-    program is ended when a rank of it fails."""
-    extra: tuple[str, ...] = ()
-    """Further options of sbatch, as they stand after `#SBATCH`."""
+    nodes: int = setting(1, "Hosts.", option="--nodes,-N")
+    ntasks: int | None = setting(None, "Ranks in all.", option="--ntasks,-n")
+    ntasks_per_node: int | None = setting(None, "Ranks on each host.", unset="one per GPU")
+    gpus_per_node: int | None = setting(None, "GPUs of each host.")
+    cpus_per_task: int | None = setting(
+        None, "Processors of each rank; also its OMP_NUM_THREADS.", option="--cpus-per-task,-c")
+    mem: str | None = setting(None, "Memory of each host, as in 64G.")
+    time: str | None = setting(None, "Time limit, as in 12:00:00 or 1-12.", option="--time,-t")
+    partition: str | None = setting(None, "As in sbatch.", option="--partition,-p")
+    account: str | None = setting(None, "As in sbatch.", option="--account,-A")
+    qos: str | None = setting(None, "As in sbatch.", option="--qos,-q")
+    constraint: str | None = setting(None, "As in sbatch.", option="--constraint,-C")
+    job_name: str | None = setting(
+        None, "Name of the job.", option="--job-name,-J", unset="the name of the job file")
+    output: str | None = setting(
+        None, "Slurm's log file, a pattern.", option="--output,-o", unset="slurm-%j.out")
+    modules: tuple[str, ...] = setting(
+        (), "An environment module to load; repeatable.", option="--module")
+    env: tuple[str, ...] = setting(
+        (), "A variable for the ranks; repeatable. One without a value must be set where the job "
+        "is submitted.", option="--env,-x", metavar="VAR[=VALUE]")
+    venv: Path | None = setting(
+        None, "A virtual environment to activate.", unset="none; this Python is named")
+    program: str | None = setting(
+        None, "The hvdtrain to start, such as `hvdtrain` for that on PATH.", unset="this one")
+    signal_before_s: int = setting(
+        120, "Tell the ranks to stop so long before the time limit; 0: do not.",
+        metavar="SECONDS")
+    requeue: bool = setting(True, "Go on by itself after a stop and after a preemption.")
+    max_requeues: int = setting(50, "So often at most.")
+    wait_s: int | None = setting(
+        None, "From the end of the first rank to the end of all; 0: no limit. A program is ended "
+        "when a rank of it fails.", metavar="SECONDS", unset="30 for fit")
+    extra: tuple[str, ...] = setting(
+        (), "One more option of sbatch, as in \"--exclusive\"; repeatable.")
 
     def __post_init__(self) -> None:
         """Check each value, and that there is a number of ranks.

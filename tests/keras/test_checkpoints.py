@@ -3,6 +3,7 @@
 import errno
 import json
 import subprocess
+import threading
 import time
 import zipfile
 
@@ -110,6 +111,23 @@ def test_any_error_of_the_writing_thread_is_told(tmp_path, monkeypatch):
     store.save(model, STATE)
     with pytest.raises(CheckpointError, match="could not be written: MemoryError: no memory"):
         store.wait()
+
+
+@pytest.mark.parametrize(("background", "threads"), [
+    (True, {"hvdtrain-checkpoint"}), (False, set())])
+def test_a_thread_of_its_own_writes_where_the_settings_say_so(tmp_path, monkeypatch, background,
+                                                              threads):
+    found, write = set(), checkpoint.write_file
+
+    def watched(*args):
+        found.add(threading.current_thread().name)
+        write(*args)
+    monkeypatch.setattr(checkpoint, "write_file", watched)
+    hvdtrain.fit(compiled(), *data(), config=TrainConfig(
+        batch_per_rank=4, epochs=2, output=tmp_path, tensorboard=False,
+        checkpoint_background=background))
+    assert found == threads
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
 def test_figures_of_a_former_run_are_kept_whole_or_as_they_were(tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ class SomeRanks(SingleCollective):
     ({"compression": "fp8"},
      "compression must be one of 'none', 'fp16', 'bf16', 'topk', 'lowrank'"),
     ({"merge": "sum", "op": "min"}, "op must be one of 'average', 'sum', 'adasum'"),
-    ({"bucket_bytes": 0}, "bucket_bytes must be positive"),
+    ({"bucket_bytes": 0}, "bucket_bytes must be at least 1"),
     ({"topk_ratio": 0.0}, "topk_ratio must be above 0"),
     ({"approximation_rank": 0}, "approximation_rank must be at least 1"),
     ({"predivide": -1.0}, "predivide must be above 0"),

@@ -46,7 +46,8 @@ def broken(size):
 def test_the_table_the_file_and_the_plot(tmp_path, capsys):
     job = tmp_path / "job.py"
     job.write_text(JOB)
-    lr_command(str(job), ranks=4, points=5, plot=tmp_path / "lr.png", to_csv=tmp_path / "lr.csv")
+    lr_command(job=str(job), ranks=4, points=5, plot=tmp_path / "lr.png",
+               to_csv=tmp_path / "lr.csv")
     shown = capsys.readouterr().out
     assert "warmup over 4 steps" in shown
     rows = list(csv.DictReader((tmp_path / "lr.csv").read_text().splitlines()))
@@ -58,7 +59,18 @@ def test_the_table_the_file_and_the_plot(tmp_path, capsys):
         assert float(row["learning_rate"]) == pytest.approx(expected, rel=1e-6)
     assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match=r"ends in \.png"):
-        lr_command(str(job), plot=tmp_path / "lr.doc")
+        lr_command(job=str(job), plot=tmp_path / "lr.doc")
+
+
+def test_options_replace_the_settings_of_the_job(tmp_path, capsys):
+    job = tmp_path / "job.py"
+    job.write_text(JOB)
+    lr_command(job=str(job), ranks=2, batch_global=16, epochs=2, lr_scaling="none",
+               warmup_epochs=0.0, to_csv=tmp_path / "lr.csv")
+    rows = list(csv.DictReader((tmp_path / "lr.csv").read_text().splitlines()))
+    schedule = keras.optimizers.schedules.CosineDecay(0.1, 20)
+    assert [float(row["learning_rate"]) for row in rows] == pytest.approx(
+        [float(schedule(step)) for step in range(2 * 64 // 16)], rel=1e-6)
 
 
 def test_schedulers_are_called_and_training_uses_the_same_rates():

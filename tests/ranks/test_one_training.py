@@ -298,6 +298,22 @@ def test_gradients_that_are_clipped_by_hand_are_told_of(rank_session, keras, tf)
 
 
 @TWO
+def test_ranks_that_differ_go_on_where_weights_are_not_compared(rank_session, keras):
+    import hvdtrain
+    model = classifier(keras, keras.optimizers.SGD(0.1))
+
+    class Odd(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if rank_session.world.rank:
+                self.model.optimizer.learning_rate = 0.01
+    result = hvdtrain.fit(model, *numbers(), config=settings(epochs=2, check_weights=False),
+                          callbacks=[Odd()])
+    assert len(result.history["loss"]) == 2
+    first, second = rank_session.collective.gather_objects(model.get_weights()[0])
+    assert not np.array_equal(first, second)
+
+
+@TWO
 def test_evaluate_and_predict_refuse_models_that_differ(rank_session, keras):
     import hvdtrain
     from hvdtrain.errors import TrainingError

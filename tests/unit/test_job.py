@@ -1,7 +1,7 @@
 import pytest
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.job import read_job_file
+from hvdtrain.job import Job, read_job_file
 
 GOOD = """
 [model]
@@ -44,6 +44,11 @@ def test_a_job_file_is_read(tmp_path):
 def test_a_wrong_job_file_is_told_apart(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         read_job_file(write(tmp_path, text))
+
+
+def test_a_python_job_takes_a_train_config():
+    with pytest.raises(ConfigError, match=r"hvdtrain.TrainConfig\(...\). Received: config={"):
+        Job(name="digits", model=dict, data=dict, config={"epochs": 3})
 
 
 def test_a_missing_job_file_is_named(tmp_path):

@@ -31,7 +31,7 @@ def dry_run(*words: str) -> str:
 
 @pytest.mark.parametrize(("words", "command"), [
     ("-np 2 fit JOB --epochs 3", f"{HVDTRAIN} fit JOB --epochs 3"),
-    ("--np 2 fit JOB -np 7 --dry-run", f"{HVDTRAIN} fit JOB -np 7 --dry-run"),
+    ("--np 2 fit JOB --seed 7 --dry-run", f"{HVDTRAIN} fit JOB --seed 7 --dry-run"),
     ("-np 2 -- python train.py -x --np 3", "python train.py -x --np 3"),
     ("-np 2 -- prog -- rest", "prog -- rest"),
     ("-np 2 -- fit JOB --epochs 3", f"{HVDTRAIN} fit JOB --epochs 3"),
@@ -40,7 +40,7 @@ def dry_run(*words: str) -> str:
     ("-np 2 --collective horovod-gloo -- /opt/bin/hvdtrain fit JOB",
      f"{ASKED} /opt/bin/hvdtrain fit JOB --collective horovod-gloo"),
     ("-np 2 -- ./fit JOB", "./fit JOB"),
-    ("-np 2 fit JOB -- rest -- more", f"{HVDTRAIN} fit JOB -- rest -- more"),
+    ("-np 2 fit -- JOB", f"{HVDTRAIN} fit -- JOB"),
     ("-H localhost:3 world", f"{HVDTRAIN} world"),
     ("-np 2 --collective horovod-gloo fit JOB",
      f"{ASKED} {HVDTRAIN} fit JOB --collective horovod-gloo"),
@@ -48,6 +48,8 @@ def dry_run(*words: str) -> str:
      f"{ASKED} {HVDTRAIN} fit JOB --collective=horovod-gloo"),
     ("-np 2 --collective horovod-gloo -- prog", f"{ASKED} prog"),
     ("-np 2 -x A=1 --env B=2 -- prog", "env A=1 B=2 prog"),
+    ("-np 2 --set epochs=2 --set zero=true -- prog",
+     "env HVDTRAIN_SETTINGS='{\"epochs\": 2, \"zero\": true}' prog"),
 ])
 def test_words_after_the_options_are_the_command(words: str, command: str) -> None:
     assert dry_run(*words.split()) == command
@@ -61,13 +63,22 @@ def test_words_after_the_options_are_the_command(words: str, command: str) -> No
     ("fit JOB", LaunchError, "number of ranks is not given"),
     ("-np 2 --collective horovod-gloo fit JOB --collective mpi4py", LaunchError, "one of them"),
     ("-np 2 fit JOB --collective mpi4py", LaunchError, "--starter mpirun"),
+    ("-np 2 fit JOB --epochs 0", ConfigError, "epochs must be at least 1"),
+    ("-np 2 fit JOB --batch global", ConfigError, "batch has no meaning in a job: it says what ba"),
+    ("-np 2 --set epochs=0 -- prog", ConfigError, "epochs must be at least 1"),
+    ("-np 2 --set xla=true --set sync_batch_norm=true -- prog", ConfigError, "Leave one of the tw"),
+    ("-np 2 --set ps.servers=2 -- prog", ConfigError, "ps.servers=2 belongs to engine 'ps'"),
+    ("-np 2 --set epochs=3 fit JOB", ConfigError, "--set epochs .* option for it: --epochs of hv"),
+    ("-np 2 --set collective=single -- prog", ConfigError, "option for it: --collective."),
 ])
 def test_mistakes_are_told(words: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         dry_run(*words.split())
 
 
-@pytest.mark.parametrize("words", ["-nq 2 fit JOB", "--colour fit JOB", "-np two fit JOB", ""])
+@pytest.mark.parametrize("words", ["-nq 2 fit JOB", "--colour fit JOB", "-np two fit JOB", "",
+                                   "-np 2 fit JOB --colour", "-np 2 fit JOB -- JOB",
+                                   "-np 2 fit JOB --epochs three"])
 def test_unknown_options_are_refused(words: str) -> None:
     assert CliRunner().invoke(app, ["launch", *words.split()]).exit_code == 2
 

@@ -265,6 +265,27 @@ def test_a_program_needs_dashes() -> None:
     assert "hvdtrain k8s tfjob [options] -- python a.py" in str(result.exception)
 
 
+@pytest.mark.parametrize("kind", ["mpijob", "tfjob"])
+@pytest.mark.parametrize(("words", "message"), [
+    (("fit", "/j.toml", "--epochs", "0"), "epochs must be at least 1"),
+    (("fit", "/j.toml", "--batch", "global"), "batch has no meaning in a job"),
+    (("--set", "epochs=3", "fit", "/j"), "there is an option for it: --epochs of hvdtrain fit"),
+    (("--set", "zero=yes", "--", "program"), "zero must be true or false"),
+])
+def test_a_wrong_setting_is_told_when_the_manifest_is_written(
+        kind: str, words: tuple[str, ...], message: str) -> None:
+    result = invoke(kind, "--name", "n", "--image", "i", *words)
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
+
+
+def test_an_unknown_option_of_fit_is_told_when_the_manifest_is_written() -> None:
+    result = invoke("mpijob", "--name", "n", "--image", "i", "fit", "/j.toml", "--epoch", "3")
+    assert result.exit_code == 2
+    assert "No such option: --epoch" in result.output
+    assert "hvdtrain fit" in result.output
+
+
 def test_another_file_is_not_written_over(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("mine: 1\n")

@@ -32,7 +32,7 @@ def script(*words: str) -> str:
     (("world", "--json"), "hvdtrain world --json"),
     (("--", "python", "a b.py", "--", "-x"), "python 'a b.py' -- -x"),
     (("--", "./fit"), "./fit"),
-    (("fit", "a.module", "--", "x"), "hvdtrain fit a.module -- x"),
+    (("fit", "--", "a.module"), "hvdtrain fit -- a.module"),
 ])
 def test_an_hvdtrain_command_or_a_program(words: tuple[str, ...], rank: str) -> None:
     assert f"\nrank=({rank})\n" in script(*words)
@@ -42,6 +42,11 @@ def test_an_hvdtrain_command_or_a_program(words: tuple[str, ...], rank: str) -> 
     (("python", "train.py"), LaunchError, "-- python train.py"),
     (("fit", "none.toml"), ConfigError, r"none\.toml"),
     (("fit", "none.py"), ConfigError, "does not exist"),
+    (("fit", JOB, "--epochs", "0"), ConfigError, "epochs must be at least 1"),
+    (("fit", JOB, "--ps", "2"), ConfigError, r"ps\.servers=2 belongs to engine 'ps'"),
+    (("fit", "a.module", "--batch", "global"), ConfigError, "batch has no meaning in a job"),
+    (("--set", "epochs=3", "fit", JOB), ConfigError, "option for it: --epochs of hvdtrain fit"),
+    (("--set", "epoch=3", "--", "program"), ConfigError, "--set: unknown key 'epoch'"),
     (("--time", "x", "world"), ConfigError, "--time is 'x'"),
     (("--",), LaunchError, "nothing to start"),
 ])
@@ -51,6 +56,12 @@ def test_what_cannot_be_started_is_refused(words: tuple[str, ...], kind: type[Hv
     assert result.exit_code != 0
     with pytest.raises(kind, match=message):
         raise result.exception or AssertionError(result.output)
+
+
+def test_a_value_of_env_stays_as_it_was_typed() -> None:
+    lines = script("-x", "A= 1, 2 ", "--env", "B", "world").splitlines()
+    assert "export A=' 1, 2 '" in lines
+    assert "export B" in lines
 
 
 def test_the_head_is_the_command_that_was_typed() -> None:
