@@ -33,6 +33,7 @@ Divide = Literal["samples", "batches"]
 DEFAULT_BATCH = 32
 """Samples per batch where nothing is given, as in Keras."""
 Sparse = Literal["auto", "gather", "dense"]
+Merge = Literal["sum", "none"]
 Compression = Literal["none", "fp16", "bf16", "topk", "lowrank"]
 SENT_IN_PART = ("topk", "lowrank")
 """Compressions that keep something back for later steps."""
@@ -60,6 +61,12 @@ class ReductionConfig:
         "auto", "How gradients of embeddings travel. `gather` sends the rows that were used, "
         "`dense` the whole table, and `auto` decides by sizes and link.",
         group=_GRADIENTS, engines=_ALLREDUCE, see="optimizer.md#sparse-gradients")
+    merge: Merge = setting(
+        "sum", "What becomes of rows of embeddings that occur twice in a batch. `sum` adds them "
+        "up, so that the result is that of the dense gradient. `none` leaves them apart as plain "
+        "Keras does, which gives another result in adaptive optimizers and in clipping; the rows "
+        "then always travel as they are.", group=_GRADIENTS, engines=_ALLREDUCE,
+        see="optimizer.md#sparse-gradients")
     compression: Compression = setting(
         "none", "How gradients travel: whole, in half the bytes, or in part. `none` sends them as "
         "they are. `fp16` sums in float16, of gradients that were divided first; `bf16` sends "
@@ -86,6 +93,9 @@ class ReductionConfig:
             ConfigError: A value is of another type or out of range, or two exclude each other.
         """
         check(self)
+        if self.merge == "none" and self.sparse == "dense":
+            raise ConfigError("merge='none' keeps repeated rows apart, which a dense table cannot: "
+                              "use sparse='gather' with it, or merge='sum'.")
         if self.predivide != 1 and self.compression in SUMMED_APART:
             raise ConfigError(
                 f"predivide={self.predivide:g} has no meaning with compression="
@@ -272,12 +282,3 @@ def config_from_json(text: str) -> TrainConfig:
     values = json.loads(text)
     engines = {"ps": PsConfig(**values.pop("ps")), "tf": TfConfig(**values.pop("tf"))}
     return from_mapping(TrainConfig, {**values, **engines}, where="settings")
-
-
-def check_hang_timeout(hang_timeout_s: float) -> None:
-    """Refuse a limit that is no time.
-
-    Raises:
-        ConfigError: It is neither 0 nor in the range.
-    """
-    fields_of(TrainConfig)["hang_timeout_s"].check(hang_timeout_s)

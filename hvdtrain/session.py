@@ -17,7 +17,7 @@ from hvdtrain import log
 from hvdtrain.collectives import current as default_collective
 from hvdtrain.collectives.base import Collective
 from hvdtrain.collectives.select import Choice, choose, create
-from hvdtrain.config import COLLECTIVE_VARIABLE, TrainConfig, check_hang_timeout
+from hvdtrain.config import TrainConfig
 from hvdtrain.errors import ConfigError, LeftEarlyError, WorldError
 from hvdtrain.horovod_check import check_horovod
 from hvdtrain.optional import require
@@ -101,8 +101,9 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
     env = os.environ if environ is None else environ
     guard = ScriptGuard(env)
     guard.install()
-    check_hang_timeout(hang_timeout_s)
-    collective = _asked_collective(collective, env)
+    asked = TrainConfig(collective=collective, hang_timeout_s=hang_timeout_s,  # type: ignore[arg-type]
+                        timeline=timeline).as_launched(env)
+    collective, hang_timeout_s, timeline = asked.collective, asked.hang_timeout_s, asked.timeline
     world = guard.world = detect_world(env)
     log.configure(log.rank_prefix(world.rank, world.size, world.host))
     choice = choose(collective, world, check_horovod())
@@ -171,15 +172,6 @@ def session_for(config: TrainConfig) -> Session:
                 f"The settings say {name}={str(wanted)!r}, but hvdtrain.init() was called before "
                 f"without it. Give it there: hvdtrain.init({name}={str(wanted)!r}).")
     return session
-
-
-def _asked_collective(given: str, env: MutableMapping[str, str]) -> str:
-    """What the caller, or else the launcher, asks for."""
-    launched = env.get(COLLECTIVE_VARIABLE, "auto")
-    if "auto" not in (given, launched) and given != launched:
-        raise ConfigError(f"The collective {given!r} is asked for here, and {launched!r} by the "
-                          f"launcher ({COLLECTIVE_VARIABLE}). Leave one of the two out.")
-    return launched if given == "auto" else given
 
 
 def _write_timeline(path: Path, choice: Choice, env: MutableMapping[str, str]) -> None:

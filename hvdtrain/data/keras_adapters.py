@@ -297,11 +297,9 @@ class ArrayAdapter(RankAdapter):
 
     def compare(self, collective: Collective, name: str) -> dict[str, Any]:
         """See `RankAdapter.compare`."""
-        count = collective.gather_objects(self._samples)
-        if all(theirs == count[0] for theirs in count):
-            _check_alike(self._rows([0, self._samples // 2, self._samples - 1]), collective, name,
-                         exactly=True)
-        return {f"number of {name} samples": self._samples}
+        _check_alike(self._rows([0, self._samples // 2, self._samples - 1]), collective, name,
+                     exactly=True, samples=self._samples)
+        return {}
 
     def _rows(self, numbers: list[int]) -> Structure:
         return _for_each(lambda array: _rows_of(array, tf.constant(numbers, tf.int64)),
@@ -337,7 +335,8 @@ def _tensors(batch: Structure) -> Structure:
     return tf.nest.map_structure(tensor, keras_like(batch))
 
 
-def _check_alike(some: Structure, collective: Collective, name: str, *, exactly: bool) -> None:
+def _check_alike(some: Structure, collective: Collective, name: str, *, exactly: bool,
+                 samples: int | None = None) -> None:
     """Refuse data of which some samples differ between the ranks. All ranks.
 
     Raises:
@@ -347,15 +346,17 @@ def _check_alike(some: Structure, collective: Collective, name: str, *, exactly:
         return
     dense = [v for v in tf.nest.flatten(some) if isinstance(v, tf.Tensor)]
     exact, floats = checksums(dense)
-    shapes = [v.shape[1:].as_list() for v in dense]
+    shapes = [samples, *(v.shape[1:].as_list() for v in dense)]
     everyone = collective.gather_objects((exact, shapes, floats))
     compared = 3 if exactly else 2
     odd = next((rank for rank, theirs in enumerate(everyone)
                 if theirs[:compared] != everyone[0][:compared]), None)
     if odd is not None:
+        counts = ("" if samples is None else
+                  f" ({everyone[odd][1][0]} samples, and {everyone[0][1][0]})")
         raise DataError(
-            f"The {name} data of rank {odd} differ from those of rank 0. All ranks must be given "
-            "the same data, of which each takes its part: read or make them with the same seeds "
+            f"The {name} data of rank {odd} differ from those of rank 0{counts}. All ranks must be "
+            "given the same data, of which each takes its part: read or make them with equal seeds "
             "on all ranks (hvdtrain.init() sets those of Python, NumPy and TensorFlow alike), and "
             "do not divide them yourself. Data of which each rank has its own: "
             "hvdtrain.StreamSource(make) with a function make(rank, size).")

@@ -16,6 +16,8 @@ import tensorflow as tf
 from hvdtrain.data import tf_steps
 
 Function = Callable[[Any], Any]
+_FOUND = "_hvdtrain_undecoded"
+"""What a step of a pipeline was taken apart into."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +115,20 @@ def samples_of(dataset: Any, *, batched: bool) -> Undecoded:
 def undecoded(dataset: Any) -> Undecoded:
     """Take a pipeline of samples apart.
 
+    It is done once for each step: a shuffle that is made anew goes on with its orders from one
+    training on a pipeline to the next, as that of the pipeline would.
+
     Raises:
         AttributeError: And others of `tf_steps.NOT_UNDERSTOOD`.
     """
+    found: Undecoded | None = vars(dataset).get(_FOUND)
+    if found is None:
+        found = _taken_apart(dataset)
+        object.__setattr__(dataset, _FOUND, found)
+    return found
+
+
+def _taken_apart(dataset: Any) -> Undecoded:
     name = tf_steps.kind(dataset)
     if name == "Map":
         return _mapped(dataset)

@@ -12,7 +12,6 @@ from hvdtrain.errors import ConfigError, OptimizerError
 from hvdtrain.log import get_logger
 from hvdtrain.settings import fields_of, join, setting
 
-Merge = Literal["sum", "none"]
 GradientOp = Literal["average", "sum", "adasum"]
 
 
@@ -26,10 +25,6 @@ class ReducerOptions(ReductionConfig):
     bucket_bytes: int = setting(
         32 << 20, "Gradients are fused into groups of about this size, last layer first, so that "
         "the first group can travel while the backward pass goes on.", least=1)
-    merge: Merge = "sum"
-    """`sum` adds up rows that occur twice, so that the result is that of the dense gradient.
-    `none` leaves them apart as plain Keras does, which gives another result in adaptive
-    optimizers and in clipping; the rows then always travel as they are."""
     op: GradientOp = "average"
     """`sum` does not divide by N; `adasum` is Horovod's Adasum, where the collective has it."""
     local_variables: tuple[str, ...] | Callable[[Any], bool] = ()
@@ -40,9 +35,6 @@ class ReducerOptions(ReductionConfig):
         if isinstance(self.local_variables, str):
             object.__setattr__(self, "local_variables", (self.local_variables,))
         super().__post_init__()
-        if self.merge == "none" and self.sparse == "dense":
-            raise ConfigError("merge='none' keeps repeated rows apart, which a dense table cannot: "
-                              "use sparse='gather' with it, or merge='sum'.")
         if self.predivide != 1 and self.op != "average":
             raise ConfigError(f"predivide splits an average. Received: predivide="
                               f"{self.predivide:g} with op={self.op!r}")

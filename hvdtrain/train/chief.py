@@ -2,13 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from hvdtrain.collectives.base import Collective
-from hvdtrain.errors import ChiefFailedError, HvdtrainError
+from hvdtrain.errors import ChiefFailedError, HvdtrainError, RanksDifferError
 
 T = TypeVar("T")
+_alone: list[bool] = []
+_GONE = ("has been shut down", "Connection closed by peer", "Connection reset by peer")
+"""What Horovod and Gloo say where another rank has gone."""
+
+
+def is_alone() -> bool:
+    """Whether the chief does something that the other ranks do not do with it."""
+    return bool(_alone)
+
+
+@contextmanager
+def alone_on_chief() -> Iterator[None]:
+    """While it is entered, what the chief saves is not waited for by other ranks."""
+    _alone.append(True)
+    try:
+        yield
+    finally:
+        _alone.pop()
+
+
+@contextmanager
+def needs_all(what: str) -> Iterator[None]:
+    """Tell in words that another rank has ended, where this one needs all.
+
+    Args:
+        what: String, what this rank does, e.g. `"calls fit"`.
+
+    Raises:
+        RanksDifferError: Another rank has ended.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not any(sign in str(error) for sign in _GONE):
+            raise
+        raise RanksDifferError(
+            f"This rank {what}, which all ranks must do, and another rank has ended. Do not put "
+            "it behind a condition on the rank (if hvdtrain.is_chief(): ...).") from None
 
 
 def on_chief(collective: Collective, work: Callable[[], T]) -> T:
@@ -29,7 +68,8 @@ def on_chief(collective: Collective, work: Callable[[], T]) -> T:
     failed: Exception | None = None
     if collective.rank == 0:
         try:
-            result = work()
+            with alone_on_chief():
+                result = work()
         except Exception as error:
             failed = error
     outcome: tuple[T | None, tuple[str, str] | None] = collective.gather_objects(

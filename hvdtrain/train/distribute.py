@@ -20,8 +20,8 @@ from hvdtrain.optim.as_set import undo_distribution
 from hvdtrain.optim.keras_seam import Hidden
 from hvdtrain.optim.zero_files import consolidated
 from hvdtrain.session import Session, session_for
-from hvdtrain.train.chief import on_chief
-from hvdtrain.train.keras_door import evaluate, fit, predict
+from hvdtrain.train.chief import is_alone, needs_all, on_chief
+from hvdtrain.train.keras_door import evaluate, fit, launched, predict
 from hvdtrain.whole_file import whole_file
 
 _DOOR = "_hvdtrain_door"
@@ -61,7 +61,7 @@ def distribute(model: Any, *, config: TrainConfig | None = None) -> Any:
             f"{type(model).__name__} has a fit of its own. Call hvdtrain.fit(self, ...) in it, in "
             "place of super().fit(...), and leave distribute out.")
     undistribute(model)
-    config = config or TrainConfig()
+    config = launched(config)
     session = session_for(config)
     keras_seam.set_on_instance(model, _DOOR, Hidden(config))
     for name, ours in (("fit", fit), ("evaluate", evaluate), ("predict", predict)):
@@ -101,7 +101,13 @@ def _refuse_train_on_batch(*args: Any, **kwargs: Any) -> Any:
 
 def _save(model: Any, save: Callable[..., Any], session: Session, filepath: Any, *args: Any,
           **kwargs: Any) -> None:
-    """Write a file of a model, whole, on the chief. All ranks; they return when it is there."""
+    """Write a file of a model, whole, on the chief. All ranks; they return when it is there.
+
+    What only the chief does (a callback that writes files) it does not wait with for the others.
+    """
+    if is_alone():
+        save(filepath, *args, **kwargs)
+        return
     path = Path(filepath) if isinstance(filepath, (str, Path)) else None
     whole = (path is not None and "://" not in str(filepath) and not path.is_dir()
              and "max_shard_size" not in kwargs)
@@ -117,5 +123,5 @@ def _save(model: Any, save: Callable[..., Any], session: Session, filepath: Any,
         with whole_file(path, suffix=suffix) as temporary:
             save(str(temporary), *args, **kwargs)
     with (session.progress.phase("saving the model, which all ranks must call"),
-          consolidated(keras_seam.optimizers_of(model))):
+          needs_all("saves a model"), consolidated(keras_seam.optimizers_of(model))):
         on_chief(session.collective, work)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +27,7 @@ from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.optim import keras_model, state
 from hvdtrain.session import Session, session_for
 from hvdtrain.train import evaluate as evaluation
+from hvdtrain.train.chief import needs_all
 from hvdtrain.train.feed import Feed, KerasFeed, SourceFeed
 from hvdtrain.train.fit import Run
 from hvdtrain.train.seeds import drawn_seed
@@ -78,9 +80,11 @@ def fit(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of Keras
         CheckpointError: A file could not be written or read.
     """
     _refuse_unknown("fit", unknown)
-    config = _with_epochs(config or TrainConfig(), epochs)
+    config = _with_epochs(launched(config), epochs)
     door = _Door.open("fit", x, config)
     if validation_split and validation_data is None:
+        if isinstance(x, (Source, StreamSource)):
+            _refuse_beside(x, validation_split=validation_split)
         (x, y, sample_weight), validation_data = validation_split_of(
             (x, y, sample_weight), validation_split)
     state.seed_dropout(model, config.seed)
@@ -124,7 +128,7 @@ def evaluate(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of 
         TrainingError: A metric cannot be merged over ranks, or the ranks hold different models.
     """
     _refuse_unknown("evaluate", unknown)
-    door = _Door.open("evaluate", x, config or TrainConfig())
+    door = _Door.open("evaluate", x, launched(config))
     feed = door.feed(x, y, sample_weight, batch_size=batch_size, steps=steps, name="evaluation",
                      model=model)
     arguments = {"verbose": door.verbose(verbose), "callbacks": callbacks,
@@ -156,14 +160,24 @@ def predict(model: Any, x: Any, batch_size: int | None = None,  # noqa: D417 - t
         TrainingError: The ranks hold different models.
     """
     _refuse_unknown("predict", unknown)
-    door = _Door.open("predict", x, config or TrainConfig())
+    door = _Door.open("predict", x, launched(config))
     arguments = {"verbose": door.verbose(verbose), "callbacks": callbacks}
     if isinstance(x, (Source, StreamSource)):
+        _refuse_beside(x, steps=steps)
         batch = door.source_config(batch_size).rank_batch(door.session.world.size)
         return evaluation.predict_source(model, x, batch, door.session, arguments)
     feed = door.feed(x, batch_size=batch_size, steps=steps, name="prediction", model=model)
     return evaluation.predict(model, feed, door.session,
                               arguments | ({"steps": steps} if steps else {}))
+
+
+def launched(config: TrainConfig | None) -> TrainConfig:
+    """The settings of a script, with those that `hvdtrain launch --set` gives it.
+
+    Raises:
+        ConfigError: Both say something, and not the same.
+    """
+    return (config or TrainConfig()).as_launched(os.environ)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,7 +196,8 @@ class _Door:
             ConfigError: On every rank: they do not.
         """
         session = session_for(config)
-        everyone = session.collective.gather_objects((name, _kind_of(x)))
+        with needs_all(f"calls {name}"):
+            everyone = session.collective.gather_objects((name, _kind_of(x)))
         odd = next((r for r, theirs in enumerate(everyone) if theirs != everyone[0]), None)
         if odd is not None:
             raise ConfigError(
@@ -206,12 +221,7 @@ class _Door:
         """The data of one call, divided over the ranks."""
         _refuse_targets_in_inputs(model, x, y)
         if isinstance(x, (Source, StreamSource)):
-            given = [k for k, v in (("y", y), ("sample_weight", sample_weight),
-                                    ("steps", steps)) if v is not None]
-            if given:
-                raise ConfigError(
-                    f"{', '.join(given)} cannot be given beside {type(x).__name__}, which has "
-                    "whole epochs of samples with their targets and weights. Leave it out.")
+            _refuse_beside(x, y=y, sample_weight=sample_weight, steps=steps)
             if class_weight is not None:
                 x = weighted(x, class_weight)
             return SourceFeed(x, self.session,
@@ -267,6 +277,16 @@ class _Door:
         per_rank = "batch_per_rank" in given or (
             "batch_global" not in given and config.batch == "per_rank")
         return next(iter(given.values()), None), per_rank
+
+
+def _refuse_beside(x: Any, **given: Any) -> None:
+    """Refuse arguments that samples which hvdtrain reads do not take beside them."""
+    names = [name for name, value in given.items() if value is not None]
+    if names:
+        raise ConfigError(
+            f"{', '.join(names)} cannot be given beside {type(x).__name__}, which has whole "
+            "epochs of samples with their targets and weights. Leave it out"
+            + (": give validation_data=..." if "validation_split" in names else "."))
 
 
 def _refuse_targets_in_inputs(model: Any, x: Any, y: Any) -> None:

@@ -24,7 +24,7 @@ from hvdtrain.train.checkpoint_file import RunState
 from hvdtrain.train.evaluate import Evaluation
 from hvdtrain.train.metrics import as_figures, mean_of, restore_states
 
-_DOORS = ("evaluate", "predict", "save", "save_weights", "export")
+_DOORS = ("evaluate", "predict")
 """Methods of the model that `hvdtrain.distribute` may have replaced."""
 
 
@@ -148,8 +148,8 @@ def joined(model: Any, coordinator: Coordinator,
            evaluation: Evaluation | None = None) -> Iterator[None]:
     """While it is entered, Keras' `fit` of this model ends its epochs as the coordinator does.
 
-    What a callback evaluates, predicts or saves by itself (`self.model.evaluate`) stays this
-    rank's own, as in Keras.
+    What a callback evaluates or predicts by itself (`self.model.evaluate`) stays this rank's own,
+    as in Keras.
 
     Args:
         model: The model.

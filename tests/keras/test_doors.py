@@ -68,6 +68,7 @@ SETTINGS = {
     "lr_scaling": ("a:b", "--lr-scaling a:b"),
     "warmup_epochs": (2.5, "--warmup-epochs 2.5"),
     "sparse": ("dense", "--sparse dense"),
+    "merge": ("none", "--merge none"),
     "compression": ("bf16", "--compression bf16"),
     "topk_ratio": (0.01, "--topk-ratio 0.01"),
     "approximation_rank": (3, "--approximation-rank 3"),

@@ -194,6 +194,43 @@ def test_bad_input_is_a_clear_error_without_a_traceback(case, tmp_path):
     assert "Traceback" not in done.stdout + done.stderr
 
 
+LAUNCHED = """
+import keras
+import numpy as np
+
+import hvdtrain
+
+hvdtrain.init()
+model = hvdtrain.distribute(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
+model.compile(keras.optimizers.SGD(0.1), "mse")
+history = model.fit(np.ones((16, 4), "f4"), np.ones((16, 1), "f4"), batch_size=4, verbose=0)
+hvdtrain.print_on_chief(history.history["learning_rate"])
+"""
+
+
+def test_settings_of_the_launcher_act_in_a_script(tmp_path):
+    (tmp_path / "script.py").write_text(LAUNCHED)
+    done = run(HVDTRAIN, "launch", "-np", "2", "--set", "batch=per_rank", "--set",
+               "lr_scaling=sqrt", "--collective", "mpi4py", "--", sys.executable, "script.py",
+               cwd=tmp_path, **preload.environment())
+    assert done.returncode == 0, done.stderr
+    for told in ("8 global = 4 per rank x 2", "0.1 x 1.41421 (sqrt)", "mpi4py", "[0.1414"):
+        assert told in done.stdout
+
+
+@pytest.mark.parametrize(("call", "does"), [
+    ("fit(x, x)", "calls fit"), ("save('m.keras')", "saves a model")])
+def test_a_call_of_one_rank_only_is_told(call, does, tmp_path):
+    (tmp_path / "script.py").write_text(LAUNCHED.split("history =")[0] + (
+        "x = np.ones((16, 4), 'f4')\nif hvdtrain.is_chief():\n    model." + call))
+    done = run(HVDTRAIN, "launch", "-np", "2", "--", sys.executable, "script.py",
+               cwd=tmp_path, **preload.environment())
+    assert done.returncode == 6, done.stderr
+    told = "which all ranks must do, and another rank has ended"
+    assert done.stderr.count(f"[0] hvdtrain: This rank {does}, {told}") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 SCRIPT = """
 import keras
 import numpy as np

@@ -351,6 +351,44 @@ def test_a_distributed_model_saves_once_and_whole(rank_session, keras, tf, tmp_p
 
 
 @TWO
+def test_what_a_distributed_model_saves_in_a_training(rank_session, keras, tmp_path):
+    """The files of a run, of a callback of the chief, and of one that every rank runs."""
+    import hvdtrain
+    folder = rank_session.collective.gather_objects(str(tmp_path))[0]
+    best = keras.callbacks.ModelCheckpoint(f"{folder}/best.keras", save_freq=2)
+    hooks = {name: getattr(best, name) for name in ("on_epoch_end", "on_train_batch_end")}
+
+    class Save(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.save(f"{folder}/{epoch}.keras")
+            assert keras.models.load_model(f"{folder}/{epoch}.keras")
+    model = hvdtrain.distribute(classifier(keras), config=hvdtrain.TrainConfig(
+        output=f"{folder}/run", tensorboard=False))
+    model.fit(*numbers(), epochs=2, verbose=0, callbacks=[best, Save()])
+    for name in ("run/model.keras", "run/checkpoints/epoch-00002.keras", "best.keras", "1.keras"):
+        loaded = keras.models.load_model(f"{folder}/{name}")
+        assert_same_everywhere(rank_session, loaded.weights)
+    assert {name: getattr(best, name) for name in hooks} == hooks
+    model.save(f"{folder}/after.keras")
+
+
+@TWO
+def test_a_second_training_goes_on_with_the_shuffles_of_a_pipeline(rank_session, keras, tf):
+    import hvdtrain
+    found = []
+    for distributed in (False, True):
+        keras.utils.set_random_seed(5)
+        data = rows(tf).map(lambda x, y: (2 * x, y)).shuffle(50).batch(16)
+        model = classifier(keras)
+        if distributed:
+            hvdtrain.distribute(model)
+        histories = [model.fit(data, epochs=epochs, shuffle=False, verbose=0).history["loss"]
+                     for epochs in (1, 2)]
+        found.append(np.concatenate(histories))
+    np.testing.assert_allclose(*found, atol=2e-6)
+
+
+@TWO
 def test_what_is_put_on_a_model_is_taken_away(rank_session, keras):
     import hvdtrain
     model = classifier(keras)
@@ -396,7 +434,7 @@ def test_mistakes_of_scripts_are_told_on_all_ranks(rank_session, keras, tf):
     with pytest.raises(DataError, match="rank 1 reads another order"):
         model.fit(tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50, seed=rank).batch(8),
                   shuffle=False)
-    with pytest.raises(hvdtrain.HvdtrainError, match="number of training samples"):
+    with pytest.raises(DataError, match=r"those of rank 0 \(41 samples, and 40\)"):
         model.fit(x[:40 + rank], y[:40 + rank], verbose=0)
     with pytest.raises(ConfigError, match="rank 0 calls fit with arrays, rank 1 calls evaluate"):
         (model.fit if rank == 0 else model.evaluate)(x, y, verbose=0)

@@ -16,10 +16,11 @@ from hvdtrain.log import get_logger
 from hvdtrain.optim.state import broadcast, training_state
 from hvdtrain.runtime.progress import Progress
 from hvdtrain.session import Session
-from hvdtrain.train.chief import on_chief
+from hvdtrain.train.chief import alone_on_chief, on_chief
 
 _WRITERS = ("BackupAndRestore", "CSVLogger", "ModelCheckpoint", "OrbaxCheckpoint",
             "RemoteMonitor", "TensorBoard")
+_HOOKS = tuple(name for name in vars(keras.callbacks.Callback) if name.startswith("on_"))
 _SLOW_HOOKS = ("on_train_begin", "on_epoch_begin", "on_epoch_end", "on_train_end")
 
 
@@ -49,19 +50,35 @@ def divide(callbacks: Sequence[Any], session: Session) -> list[Any]:
 
 
 def _watched(callback: Any, session: Session) -> Any:
-    runs = callback if session.world.is_chief else keras.callbacks.Callback()
-    for name in _SLOW_HOOKS:
-        if not getattr(getattr(callback, name), "_is_default", False):
-            setattr(runs, name, _in_phase(getattr(runs, name), type(callback).__name__,
-                                          session.progress))
-    return runs
+    """What stands for a callback that only the chief runs; it is left as it is."""
+    stands = keras.callbacks.Callback()
+    stands.async_safe = getattr(callback, "async_safe", False)
+    if session.world.is_chief:
+        stands.set_model, stands.set_params = callback.set_model, callback.set_params
+    for name in _HOOKS:
+        hook = getattr(callback, name)
+        if getattr(hook, "_is_default", False):
+            continue
+        if name in _SLOW_HOOKS:
+            runs = hook if session.world.is_chief else getattr(stands, name)
+            setattr(stands, name, _in_phase(runs, type(callback).__name__, session.progress))
+        elif session.world.is_chief:
+            setattr(stands, name, _alone(hook))
+    return stands
 
 
 def _in_phase(hook: Callable[..., None], name: str, progress: Progress) -> Callable[..., None]:
     def watched(*args: Any, **kwargs: Any) -> None:
-        with progress.phase(f"running the callback {name}"):
+        with progress.phase(f"running the callback {name}"), alone_on_chief():
             hook(*args, **kwargs)
     return watched
+
+
+def _alone(hook: Callable[..., None]) -> Callable[..., None]:
+    def runs(*args: Any, **kwargs: Any) -> None:
+        with alone_on_chief():
+            hook(*args, **kwargs)
+    return runs
 
 
 def restore_backup(model: Any, callbacks: Sequence[Any], session: Session) -> int:
