@@ -60,7 +60,7 @@ def distribute(model: Any, *, config: TrainConfig | None = None) -> Any:
         raise ConfigError(
             f"{type(model).__name__} has a fit of its own. Call hvdtrain.fit(self, ...) in it, in "
             "place of super().fit(...), and leave distribute out.")
-    undistribute(model)
+    _close(model)
     config = launched(config)
     session = session_for(config)
     keras_seam.set_on_instance(model, _DOOR, Hidden(config))
@@ -69,7 +69,8 @@ def distribute(model: Any, *, config: TrainConfig | None = None) -> Any:
             functools.partial(ours, model, config=config))
         method.__signature__ = inspect.signature(getattr(model, name))
         keras_seam.set_on_instance(model, name, method)
-    keras_seam.set_on_instance(model, "train_on_batch", _refuse_train_on_batch)
+    if session.world.size > 1:
+        keras_seam.set_on_instance(model, "train_on_batch", _refuse_train_on_batch)
     for name in ("save", "save_weights", "export"):
         original = getattr(model, name)
         keras_seam.set_on_instance(model, name, functools.wraps(original)(
@@ -83,13 +84,18 @@ def undistribute(model: Any) -> Any:
     Returns:
         The same model, as Keras has made it; its weights and the optimizer's state stay.
     """
-    if model.__dict__.pop(_DOOR, None) is not None:
-        for name in _OURS:
-            model.__dict__.pop(name, None)
+    _close(model)
     for optimizer in keras_seam.found_optimizers(model):
         undo_distribution(optimizer)
     keras_model.forget_train_function(model)
     return model
+
+
+def _close(model: Any) -> None:
+    """Give a model back the methods that `distribute` has replaced."""
+    if model.__dict__.pop(_DOOR, None) is not None:
+        for name in _OURS:
+            model.__dict__.pop(name, None)
 
 
 def _refuse_train_on_batch(*args: Any, **kwargs: Any) -> Any:

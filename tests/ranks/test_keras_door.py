@@ -403,6 +403,8 @@ def test_what_is_put_on_a_model_is_taken_away(rank_session, keras):
     during = set(vars(model)) - before[0]
     model.fit(*numbers(), verbose=0)
     assert set(vars(model)) - before[0] == during
+    hvdtrain.distribute(model)  # once more: what was asked of the optimizer stays
+    assert hvdtrain.is_distributed(model.optimizer)
     hvdtrain.undistribute(model)
     left = set(vars(model)) - before[0]
     assert not {"fit", "evaluate", "predict", "save", "save_weights", "export", "train_step",
