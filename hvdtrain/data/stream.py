@@ -27,7 +27,7 @@ from hvdtrain.data.stream_order import (
     order_of,
 )
 from hvdtrain.data.stream_plan import StreamPlan
-from hvdtrain.data.undecoded import samples_of
+from hvdtrain.data.undecoded import Undecoded, samples_of
 from hvdtrain.errors import DataError
 from hvdtrain.log import get_logger
 
@@ -70,6 +70,12 @@ class StreamSource(Stream):
         self._counts: dict[tuple[int, int], int] = {}
         self.counts: tuple[int, ...] = ()
         """Samples of each rank's share; known once `count_everywhere` was called."""
+
+    def divide_made(self) -> None:
+        """Let each rank make all samples of a pipeline, and take its share of them."""
+        if self._undecoded is not None and self._undecoded.steps:
+            made = self._make.unbatch() if is_batched(self._make) else self._make
+            self._undecoded, self._shares = Undecoded(made), {}
 
     def __len__(self) -> int:
         """Samples of all shares; known once `count_everywhere` was called."""

@@ -83,6 +83,8 @@ class SourceFeed(Feed):
 
     def __init__(self, source: Source | StreamSource, session: Session,
                  config: TrainConfig) -> None:
+        if isinstance(source, StreamSource) and config.divide == "batches":
+            source.divide_made()
         check_source(source, streams=True)
         self._source = source
         self._session = session

@@ -81,3 +81,23 @@ def test_a_rank_keeps_the_samples_of_its_share_in_memory():
     found = [one.tolist() for one in batches.as_numpy_iterator()]
     assert found == 3 * [[2, 6, 10, 14, 18], [22, 26, 30, 34, 38]]
     assert seen == list(range(1, 20, 2))
+
+
+def test_divide_decides_whether_a_rank_decodes_the_samples_of_others():
+    """`batches`: random augmentation is then that of one process."""
+    from hvdtrain.config import TrainConfig
+    from hvdtrain.session import Session
+    from hvdtrain.train.feed import SourceFeed
+    decoded = []
+
+    def decode(number):
+        decoded.append(int(number))
+        return np.float32(number)
+    for divide, expected in (("samples", {1, 3, 5}), ("batches", {0, 1, 2, 3, 4, 5})):
+        stream = hvdtrain.StreamSource(tf.data.Dataset.range(6).map(
+            lambda n: tf.ensure_shape(tf.numpy_function(decode, [n], tf.float32), [])))
+        session = Session(world=None, collective=None, choice=None, devices=None)
+        SourceFeed(stream, session, TrainConfig(divide=divide))
+        decoded.clear()
+        assert [float(s) for s in stream.samples(1, 2)] == [1, 3, 5]
+        assert set(decoded) == expected

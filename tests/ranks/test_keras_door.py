@@ -296,6 +296,23 @@ def test_what_the_batch_means_is_said_once(rank_session, keras, tf, capsys):
         hvdtrain.fit(model, x, y, batch_size=1)
 
 
+@THREE
+def test_a_global_batch_that_does_not_divide(rank_session, keras):
+    """Of samples that hvdtrain reads, as a job trains on them; rate and figures stay as well."""
+    import hvdtrain
+    x, y = numbers(53)
+    plain, ours = (classifier(keras, keras.optimizers.SGD(0.1)) for _ in range(2))
+    with hvdtrain.alone():
+        expected = plain.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0,
+                             validation_data=(x[:20], y[:20]))
+    history = hvdtrain.fit(
+        ours, hvdtrain.ArraySource((x, y)), verbose=0,
+        validation_data=hvdtrain.ArraySource((x[:20], y[:20])),
+        config=hvdtrain.TrainConfig(batch_global=16, epochs=2, shuffle=False))
+    assert_like_plain(ours, plain, history, expected)
+    assert history.history["learning_rate"] == pytest.approx([0.1, 0.1])
+
+
 @TWO
 def test_the_order_of_a_script_without_a_seed_is_drawn_anew_in_each_epoch(rank_session, keras, tf):
     import hvdtrain

@@ -98,3 +98,35 @@ def test_evaluation_reads_each_sample_once(samples, size):
     np.testing.assert_array_equal(np.concatenate(shares), np.arange(samples))
     lengths = [len(share) for share in shares]
     assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize("samples", [7, 16, 17, 50])
+def test_a_global_batch_need_not_divide_by_the_ranks(samples):
+    plans = [ShardPlan(samples=samples, rank=rank, size=3, batch_per_rank=6, batch_global=16,
+                       remainder="join", shuffle=True) for rank in range(3)]
+    one = ShardPlan(samples=samples, rank=0, size=1, batch_per_rank=16)
+    assert {plan.steps for plan in plans} == {one.steps}
+    assert plans[0].growth == 1
+    orders = [plan.order(2) for plan in plans]
+    for step in range(one.steps):
+        whole = one.order(2)[step * 16:(step + 1) * 16].tolist()
+        parts, weights = [], []
+        for plan, order in zip(plans, orders, strict=True):
+            full = step < plan.full_steps
+            weights.append(plan.full_weight if full else plan.last_weight)
+            part = order[step * plan.own_batch:(step + 1) * plan.own_batch].tolist()
+            assert len(part) == (plan.own_batch if full else len(part)) > 0
+            parts += part if weights[-1] else []
+        assert parts == whole
+        if plans[0].uneven:
+            assert sum(weights) == pytest.approx(3)
+    assert sum(len(order) for order in orders) <= samples + 3
+
+
+def test_a_global_batch_that_cannot_be_divided_is_refused():
+    for given, message in (({"batch_global": 2}, "2 samples for 3 ranks"),
+                           ({"batch_global": 16, "remainder": "pad"}, "does not divide by 3"),
+                           ({"batch_global": 16, "whole_batches": True}, "does not divide by 3")):
+        with pytest.raises(DataError, match=message):
+            ShardPlan(**{"samples": 48, "rank": 0, "size": 3, "batch_per_rank": 6,
+                         "remainder": "join", **given})
