@@ -1,4 +1,4 @@
-"""A training loop of one's own: what `hvdtrain.fit` does, in its barest form.
+"""A training loop of one's own on N ranks, each with its part of the same batches.
 
     hvdtrain launch -np 2 -- python examples/custom_loop.py
     python examples/custom_loop.py
@@ -11,21 +11,21 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import hvdtrain
-from hvdtrain.data.shard import ShardPlan, evaluation_rows
-from hvdtrain.optim import state
 
-EPOCHS, BATCH_PER_RANK = 15, 32
+EPOCHS, BATCH = 15, 32
 
-session = hvdtrain.init()
-rank, size = session.world.rank, session.world.size
+hvdtrain.init()
 
 x, y = load_digits(return_X_y=True)
 x = (x / 16).astype("float32")
-x, x_test, y, y_test = map(tf.constant, train_test_split(x, y, test_size=0.2, random_state=0))
-# Which samples this rank takes, in which order; every rank has the same number of steps.
-shards = ShardPlan(samples=len(x), rank=rank, size=size, batch_per_rank=BATCH_PER_RANK)
+x, x_test, y, y_test = train_test_split(x, y, test_size=0.2, random_state=0)
 
 keras.utils.set_random_seed(0)
+# The same batches on all ranks, of which each has its part.
+batches = hvdtrain.shard(
+    tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x)).batch(BATCH))
+x_test, y_test = hvdtrain.shard((x_test, y_test))
+
 model = keras.Sequential([
     keras.Input((64,)),
     layers.Dense(128, activation="relu"),
@@ -33,12 +33,11 @@ model = keras.Sequential([
     layers.Dense(10, activation="softmax"),
 ])
 loss_fn = keras.losses.SparseCategoricalCrossentropy()
-optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.Adam(1e-3 * size ** 0.5))
+optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.Adam(1e-3))
 optimizer.build(model.trainable_variables)
 
 # All ranks begin with the chief's weights, whatever their random seeds did.
-variables = [*model.variables, *optimizer.variables]
-state.broadcast(session.collective, variables)
+hvdtrain.broadcast_variables([*model.variables, *optimizer.variables])
 
 
 @tf.function
@@ -50,23 +49,19 @@ def train_step(inputs, targets):
     return loss
 
 
-def sum_over_ranks(name, *values):
-    sums = session.collective.reduce([tf.constant(values, tf.float64)], name=name, op="sum")
-    return sums[0].numpy()
-
-
 for epoch in range(EPOCHS):
-    rows, loss_sum = shards.order(epoch), 0.0
-    for start in range(0, len(rows), BATCH_PER_RANK):
-        batch = rows[start:start + BATCH_PER_RANK]
-        loss_sum += float(train_step(tf.gather(x, batch), tf.gather(y, batch))) * len(batch)
-    loss_sum, samples = sum_over_ranks("loss", loss_sum, len(rows))
-    state.check_equal(session.collective, variables, when=f"after epoch {epoch + 1}")
-    if rank == 0:
-        print(f"epoch {epoch + 1}: loss {loss_sum / samples:.4f}")
+    loss_sum, samples = 0.0, 0
+    for inputs, targets in batches:
+        loss_sum += float(train_step(inputs, targets)) * len(targets)
+        samples += len(targets)
+    loss_sum, samples = hvdtrain.allreduce((loss_sum, samples), op="sum")
+    hvdtrain.print_on_chief(f"epoch {epoch + 1}: loss {loss_sum / float(samples):.4f}")
 
-held_out = evaluation_rows(len(x_test), rank, size)
-right = tf.argmax(model(tf.gather(x_test, held_out)), -1) == tf.gather(y_test, held_out)
-right, samples = sum_over_ranks("right", float(tf.math.count_nonzero(right)), len(held_out))
-if rank == 0:
-    print(f"accuracy on {samples:.0f} held-out samples: {right / samples:.4f}")
+everyone = hvdtrain.gather([v.numpy() for v in model.trainable_variables])
+equal = all((a == b).all() for theirs in everyone for a, b in zip(theirs, everyone[0], strict=True))
+hvdtrain.print_on_chief(f"all ranks hold the same weights: {equal}")
+
+right = tf.math.count_nonzero(tf.argmax(model(x_test), -1) == y_test)
+right, samples = hvdtrain.allreduce((right, len(y_test)), op="sum")
+hvdtrain.print_on_chief(
+    f"accuracy on {samples} held-out samples: {float(right) / float(samples):.4f}")

@@ -1,4 +1,4 @@
-"""A script of one's own, without a job file.
+"""A Keras script on N ranks: two lines of it are hvdtrain's.
 
     hvdtrain launch -np 2 -- python examples/python_api.py
     python examples/python_api.py
@@ -24,9 +24,6 @@ model = keras.Sequential([
     layers.Dense(128, activation="relu"),
     layers.Dense(10, activation="softmax"),
 ])
-model.compile(keras.optimizers.Adam(1e-3), "sparse_categorical_crossentropy",
-              metrics=["accuracy"])
-
-hvdtrain.fit(
-    model, x, y, validation_data=(x_test, y_test),
-    config=hvdtrain.TrainConfig(batch_per_rank=32, epochs=15, lr_scaling="sqrt"))
+hvdtrain.distribute(model)
+model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+model.fit(x, y, batch_size=32, epochs=15, validation_data=(x_test, y_test))

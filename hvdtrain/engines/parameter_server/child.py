@@ -56,7 +56,7 @@ def run_child(assignment: Assignment, job: Job, config: TrainConfig, guarded: Gu
         dry_run: Boolean, for the chief; print the plan and return.
 
     Returns:
-        The chief's `FitResult`; None for the evaluator. Workers and servers do not return.
+        The chief's `RunResult`; None for the evaluator. Workers and servers do not return.
     """
     role = assignment.role
     log.configure(f"{log.rank_prefix(assignment.rank, assignment.size, assignment.host)} {role}")

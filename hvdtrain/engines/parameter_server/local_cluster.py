@@ -57,7 +57,7 @@ class LocalCluster:
             stop_asked: Callable that tells whether to stop.
 
         Returns:
-            A `FitResult`. The trained model is in its `model_path`, where there is an output, and
+            A `RunResult`. The trained model is in its `model_path`, where there is an output, and
             is what the job's callbacks see.
         """
         from hvdtrain.engines.parameter_server.chief import Cluster, train

@@ -1,0 +1,60 @@
+"""docs/from-keras.md does what it says, on two ranks, and its script trains as plain Keras does."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests import documented, preload
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/from-keras.md"
+HVDTRAIN = str(Path(sys.executable).parent / "hvdtrain")
+
+pytestmark = pytest.mark.slow
+
+
+def run(folder, *command):
+    folder.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [str(c) for c in command], cwd=folder, text=True, capture_output=True, timeout=400,
+        check=False, env={**os.environ, **preload.environment()})
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert not preload.refusals(done.stderr), done.stderr
+    return done.stdout
+
+
+def test_the_page_runs_on_two_ranks_and_its_mistakes_are_told(tmp_path):
+    out = run(tmp_path, HVDTRAIN, "launch", "-np", 2, "--",
+              sys.executable, documented.__file__, PAGE)
+    assert f"{len(list(documented.mistakes(PAGE.read_text())))} mistakes" in out
+
+
+def test_the_three_lines_of_its_script_change_nothing(tmp_path):
+    _, script = next(documented.blocks(PAGE.read_text()))
+    lines = script.splitlines()
+    plain = [line for line in lines if not line.endswith("# new")]
+    assert len(plain) == len(lines) - 3
+    assert not any("hvdtrain" in line for line in plain)
+    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "plain.py").write_text("\n".join(plain))
+    run(tmp_path / "two", HVDTRAIN, "launch", "-np", 2, "--", sys.executable, tmp_path / "train.py")
+    run(tmp_path / "one", sys.executable, tmp_path / "plain.py")
+    ours, theirs = (weights_of(tmp_path / name / "digits.keras") for name in ("two", "one"))
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert abs(ours[name] - value).max() < 1e-5, name
+
+
+def weights_of(file):
+    """The arrays of a Keras file by name, the optimizer's among them."""
+    h5py = pytest.importorskip("h5py")
+    found = {}
+    with zipfile.ZipFile(file) as archive, archive.open("model.weights.h5") as stream, \
+            h5py.File(stream) as weights:
+        weights.visititems(lambda name, item: found.update({name: item[()]})
+                           if isinstance(item, h5py.Dataset) else None)
+    return found
