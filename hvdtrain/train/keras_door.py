@@ -204,9 +204,8 @@ class _Door:
         odd = next((r for r, theirs in enumerate(everyone) if theirs != everyone[0]), None)
         if odd is not None:
             raise ConfigError(
-                f"All ranks must call the same: rank 0 calls {everyone[0][0]} with "
-                f"{everyone[0][1]}, rank {odd} calls {everyone[odd][0]} with {everyone[odd][1]}. "
-                "Do not put the call behind a condition on the rank.")
+                f"All ranks must call the same: rank 0 {_call_of(everyone[0])}, rank {odd} "
+                f"{_call_of(everyone[odd])}. Do not put the call behind a condition on the rank.")
         return cls(name=name, config=config, session=session)
 
     @property
@@ -319,6 +318,13 @@ def _kind_of(x: Any) -> str:
     if isinstance(x, tf.data.Dataset):
         return "a tf.data.Dataset"
     return "arrays" if is_arrays(x) else f"a {type(x).__name__}"
+
+
+def _call_of(told: Any) -> str:
+    """What another rank has told where this one calls `fit` or the like, in words."""
+    if isinstance(told, tuple) and len(told) == 2 and all(isinstance(t, str) for t in told):
+        return f"calls {told[0]} with {told[1]}"
+    return "does something else, such as saving the model"
 
 
 def _with_epochs(config: TrainConfig, epochs: int | None) -> TrainConfig:

@@ -448,7 +448,7 @@ def test_what_is_put_on_a_model_is_taken_away(rank_session, keras):
 
 
 @TWO
-def test_mistakes_of_scripts_are_told_on_all_ranks(rank_session, keras, tf):
+def test_mistakes_of_scripts_are_told_on_all_ranks(rank_session, keras, tf, tmp_path):
     import hvdtrain
     from hvdtrain.errors import ConfigError, DataError, OptimizerError
     x, y = numbers()
@@ -478,6 +478,11 @@ def test_mistakes_of_scripts_are_told_on_all_ranks(rank_session, keras, tf):
         model.fit((x, y))
     with pytest.raises(DataError, match=r"single samples of the model's input.*\.batch\("):
         model.fit(rows(tf), shuffle=False)
+    if rank == 1:
+        with pytest.raises(ConfigError, match="rank 0 does something else, such as saving the"):
+            model.evaluate(x, y)
+    else:
+        model.save(tmp_path / "m.keras")
     with pytest.raises(ConfigError, match="train_on_batch would train each rank alone"):
         model.train_on_batch(x, y)
     with pytest.raises(ConfigError, match="distribute takes a keras.Model. Received: list"):
