@@ -299,7 +299,7 @@ class ArrayAdapter(RankAdapter):
         """See `RankAdapter.compare`."""
         _check_alike(self._rows([0, self._samples // 2, self._samples - 1]), collective, name,
                      exactly=True, samples=self._samples)
-        return {}
+        return {f"batch of the {name} data": self._batch}
 
     def _rows(self, numbers: list[int]) -> Structure:
         return _for_each(lambda array: _rows_of(array, tf.constant(numbers, tf.int64)),

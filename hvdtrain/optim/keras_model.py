@@ -104,6 +104,12 @@ def has_call(model: Any) -> bool:
     return type(model).call is not keras.Layer.call and type(model).call is not keras.Model.call
 
 
+def has_own_step(model: Any) -> bool:
+    """Whether a model brings a training or test step of its own."""
+    return any(getattr(type(model), name) is not getattr(keras.Model, name)
+               for name in ("train_step", "test_step"))
+
+
 def fixed_batch(model: Any) -> int | None:
     """The size of the batches of a model that takes one only, as stateful ones do; else None."""
     inputs = getattr(model, "inputs", None) if model.built else None

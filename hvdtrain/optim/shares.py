@@ -173,6 +173,14 @@ def share_losses(model: Any, collective: Collective) -> StepShare:
     return share
 
 
+def unshare_losses(model: Any) -> None:
+    """Undo `share_losses`."""
+    compiled = getattr(model, "_compile_loss", None)
+    if compiled is not None and compiled.__dict__.pop(_SHARE, None) is not None:
+        keras_model.replace_losses(
+            compiled, lambda _, loss: loss.inner if isinstance(loss, LossOverRanks) else loss)
+
+
 def share_steps(model: Any, share: StepShare, *, weighted: bool) -> Callable[[], None]:
     """Tell the share of each training step. Every rank; before the train function is made.
 

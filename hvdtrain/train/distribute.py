@@ -18,6 +18,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.optim import keras_model, keras_seam
 from hvdtrain.optim.as_set import undo_distribution
 from hvdtrain.optim.keras_seam import Hidden
+from hvdtrain.optim.shares import unshare_losses
 from hvdtrain.optim.zero_files import consolidated
 from hvdtrain.session import Session, session_for
 from hvdtrain.train.chief import is_alone, needs_all, on_chief
@@ -85,6 +86,9 @@ def undistribute(model: Any) -> Any:
         The same model, as Keras has made it; its weights and the optimizer's state stay.
     """
     _close(model)
+    unshare_losses(model)
+    for name in [name for name in vars(model) if name.startswith("_hvdtrain")]:
+        object.__delattr__(model, name)
     for optimizer in keras_seam.found_optimizers(model):
         undo_distribution(optimizer)
     keras_model.forget_train_function(model)
@@ -150,7 +154,10 @@ def _save(model: Any, save: Callable[..., Any], session: Session, filepath: Any,
             raise ConfigError(f"{path} is there already. Give another name, or overwrite=True.")
         suffix = ".weights.h5" if path.name.endswith(".weights.h5") else path.suffix
         with whole_file(path, suffix=suffix) as temporary:
-            save(str(temporary), *args, **kwargs)
+            try:
+                save(str(temporary), *args, **kwargs)
+            except (ValueError, OSError) as error:
+                raise type(error)(str(error).replace(str(temporary), str(path))) from error
     with (session.progress.phase("saving the model, which all ranks must call"),
           needs_all("saves a model"), consolidated(keras_seam.optimizers_of(model))):
         on_chief(session.collective, work)

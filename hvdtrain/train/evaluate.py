@@ -19,6 +19,7 @@ from hvdtrain.data.shard import evaluation_rows, evaluation_rows_by_step
 from hvdtrain.data.source import Source
 from hvdtrain.data.stream import StreamSource
 from hvdtrain.data.stream_order import is_tuned
+from hvdtrain.errors import DataError
 from hvdtrain.optim import keras_model, keras_seam
 from hvdtrain.optim.keras_seam import Hidden
 from hvdtrain.optim.shares import share_evaluation, share_losses
@@ -187,8 +188,10 @@ def _counted(model: Any, sizes: list[Any], *, weighted: bool) -> Iterator[None]:
             sizes.append(found["count"])
             return found["outputs"]
         model.predict_function = outputs_alone
-        yield
-        model.predict_function = traced
+        try:
+            yield
+        finally:
+            model.predict_function = traced
     finally:
         keras_seam.restore_method(model, "predict_step", original)
 
@@ -253,6 +256,11 @@ def _together(mine: Any, order: np.ndarray[Any, Any], session: Session,
         session: This rank.
         kept: Boolean array, which of this rank's count.
     """
+    if any(len(np.shape(part)) == 0 or len(part) != len(kept) for part in tf.nest.flatten(mine)):
+        raise DataError(
+            "The model predicts something else than a row for each sample, which cannot be put "
+            "together over ranks. Predict on one rank: with hvdtrain.alone(): "
+            "keras.Model.predict(model, x).")
     flat = [_everyone(np.asarray(part)[kept], f"hvdtrain.predict.{number}", session)[order]
             for number, part in enumerate(tf.nest.flatten(mine))]
     return tf.nest.pack_sequence_as(mine, flat)

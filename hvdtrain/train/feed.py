@@ -227,7 +227,8 @@ class KerasFeed(Feed):
 
     def compare(self) -> dict[str, Any]:
         """See `Feed.compare`."""
-        return self._adapter.compare(self._session.collective, self._name)
+        return {f"steps of the {self._name} data": self._steps,
+                **self._adapter.compare(self._session.collective, self._name)}
 
     def one_sample(self) -> Structure:
         """See `Feed.one_sample`."""

@@ -42,7 +42,7 @@ from hvdtrain.train.callbacks.user import divide, restore_backup
 from hvdtrain.train.checkpoint import CheckpointStore
 from hvdtrain.train.checkpoint_file import RunState
 from hvdtrain.train.evaluate import Evaluation, losses_by_samples
-from hvdtrain.train.feed import Feed, SourceFeed
+from hvdtrain.train.feed import Feed, KerasFeed, SourceFeed
 from hvdtrain.train.loop import RankCallbacks, joined, skip_steps
 from hvdtrain.train.output import (
     make_saver,
@@ -138,7 +138,9 @@ class Run:
         shards = train.plan(model)
         samples = 0 if validation is None else validation.samples
         compare_settings(session.collective, config, train.compare(),
-                         keras_seam.found_optimizers(model))
+                         keras_seam.found_optimizers(model), self.callbacks)
+        if isinstance(validation, KerasFeed):
+            validation.compare()
         build_model(model, train.one_sample)
         check_use(keras_seam.optimizers_of(model), self.callbacks)
         if config.sync_batch_norm:

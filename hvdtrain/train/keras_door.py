@@ -26,6 +26,7 @@ from hvdtrain.data.weights import weighted
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.optim import keras_model, state
 from hvdtrain.session import Session, session_for
+from hvdtrain.settings import refuse_differences
 from hvdtrain.train import evaluate as evaluation
 from hvdtrain.train.chief import needs_all
 from hvdtrain.train.feed import Feed, KerasFeed, SourceFeed
@@ -100,7 +101,7 @@ def fit(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of Keras
         validation = door.feed(val_x, val_y, val_weight, steps=validation_steps, model=model,
                                batch_size=validation_batch_size or batch_size, name="validation")
     run = Run(model=model, session=door.session, config=config, name=model.name,
-              callbacks=keras.tree.flatten(callbacks) if callbacks else [], verbose=verbose,
+              callbacks=_callbacks_of(callbacks), verbose=verbose,
               initial_epoch=initial_epoch, stop_asked=stop_asked or (lambda: False),
               validation={"validation_freq": validation_freq} | (
                   {"validation_steps": validation_steps} if validation_steps else {}))
@@ -136,6 +137,7 @@ def evaluate(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of 
                      model=model)
     arguments = {"verbose": door.verbose(verbose), "callbacks": callbacks,
                  "return_dict": return_dict} | ({"steps": steps} if steps else {})
+    door.compare(feed)
     return evaluation.evaluate(model, feed, door.session, arguments)
 
 
@@ -170,6 +172,7 @@ def predict(model: Any, x: Any, batch_size: int | None = None,  # noqa: D417 - t
         batch = door.source_config(batch_size).rank_batch(door.session.world.size)
         return evaluation.predict_source(model, x, batch, door.session, arguments)
     feed = door.feed(x, batch_size=batch_size, steps=steps, name="prediction", model=model)
+    door.compare(feed)
     return evaluation.predict(model, feed, door.session,
                               arguments | ({"steps": steps} if steps else {}))
 
@@ -250,6 +253,16 @@ class _Door:
         feed.check(model)
         return feed
 
+    def compare(self, feed: Feed) -> None:
+        """Refuse data, batches or steps that differ between the ranks. All ranks.
+
+        Raises:
+            ConfigError: Naming what differs.
+            DataError: The data themselves differ.
+        """
+        everyone = self.session.collective.gather_objects(feed.compare())
+        refuse_differences(everyone, [f"rank {rank}" for rank in range(len(everyone))])
+
     def source_config(self, batch_size: int | None, *, shuffle: bool = False) -> TrainConfig:
         """The settings with the batch of a call, for samples that hvdtrain reads."""
         batch, per_rank = self._batch(batch_size)
@@ -272,6 +285,8 @@ class _Door:
         given = {name: value for name, value in (
             ("batch_size", batch_size), ("batch_per_rank", config.batch_per_rank),
             ("batch_global", config.batch_global)) if value is not None}
+        if batch_size is not None and batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1. Received: {batch_size}")
         if len(given) > 1 and not twice:
             said = ", ".join(f"{name}={value}" for name, value in given.items())
             raise ConfigError(f"The batch is said in two ways: {said}. Give batch_size to the "
@@ -311,6 +326,15 @@ def _refuse_targets_in_inputs(model: Any, x: Any, y: Any) -> None:
                 f"The data set has elements of shape {tuple(spec.shape)}, which are single samples "
                 f"of the model's input {tuple(shape)}. Keras takes batches: write "
                 "dataset.batch(batch_size), or hvdtrain.StreamSource(dataset).")
+
+
+def _callbacks_of(given: Any) -> list[Any]:
+    callbacks = keras.tree.flatten(given) if given else []
+    odd = next((c for c in callbacks if not isinstance(c, keras.callbacks.Callback)), None)
+    if odd is not None:
+        raise ConfigError(f"callbacks must be keras.callbacks.Callback objects. Received: {odd!r} "
+                          f"of type {type(odd).__name__}")
+    return callbacks
 
 
 def _kind_of(x: Any) -> str:

@@ -90,13 +90,22 @@ def merged_logs(collective: Collective, model: Any, logs: Any, *,
         gives them; of other figures, which a `train_step` or `test_step` has computed, the mean
         over the ranks that have them.
     """
+    figures = as_figures(logs or {})
+    # A step may give a loss of its own by the name of a metric, which it does not tell it. Keras
+    # takes the metrics where they have the same names, else what the step gives.
+    own = as_figures(model.get_metrics_result()) if keras_model.has_own_step(model) else figures
+    by_itself = [name for name, value in figures.items()
+                 if name not in own or not np.allclose(value, own[name], 1e-4, 1e-6, True)]
     merged = merged_results(metrics or collective, model)
-    everyone = collective.gather_objects(as_figures(logs or {}))
-    names = list(dict.fromkeys(name for theirs in everyone for name in theirs))
-    found = {name: value for name, value in merged.items() if name in names or not names}
+    everyone = collective.gather_objects((figures, by_itself))
+    names = list(dict.fromkeys(name for theirs, _ in everyone for name in theirs))
+    computed = [name for name in names if set(names) != set(merged)
+                and all(name in odd for theirs, odd in everyone if name in theirs)]
+    found = {name: value for name, value in merged.items()
+             if (name in names and name not in computed) or not names}
     for name in names:
-        if name not in merged:
-            found[name] = mean_of([theirs[name] for theirs in everyone if name in theirs])
+        if name not in found:
+            found[name] = mean_of([theirs[name] for theirs, _ in everyone if name in theirs])
     return found
 
 

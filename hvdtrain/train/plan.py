@@ -141,7 +141,7 @@ def _group(ranks: tuple[str, ...]) -> str:
 
 
 def compare_settings(collective: Collective, config: TrainConfig, data: Mapping[str, Any],
-                     optimizers: Sequence[Any]) -> None:
+                     optimizers: Sequence[Any], callbacks: Sequence[Any] = ()) -> None:
     """Refuse to train where ranks were given different settings or data. All ranks.
 
     Args:
@@ -149,11 +149,13 @@ def compare_settings(collective: Collective, config: TrainConfig, data: Mapping[
         config: The settings.
         data: What is known of the training data, by name.
         optimizers: The model's.
+        callbacks: The user's. Those of Keras that write files run on the chief by themselves.
 
     Raises:
         ConfigError: On every rank, naming the first rank and setting that differ.
     """
     mine: dict[str, Any] = {**settings_of(config), **data}
+    mine["callbacks"] = ", ".join(type(c).__name__ for c in callbacks) or "none"
     # A rank that made one distributed optimizer more would wait for the others for ever.
     mine["order of distributed optimizers"] = ", ".join(
         hooked.name for leaf in [*optimizers, *keras_seam.leaf_optimizers(optimizers)]

@@ -443,6 +443,7 @@ def test_what_is_put_on_a_model_is_taken_away(rank_session, keras):
     left = set(vars(model)) - before[0]
     assert not {"fit", "evaluate", "predict", "save", "save_weights", "export", "train_step",
                 "_get_metrics_result_or_logs"} & left
+    assert not [name for name in left if name.startswith("_hvdtrain")]
     assert not hvdtrain.is_distributed(model.optimizer)
     model.fit(*numbers(), verbose=0)  # plain Keras, on this rank alone
 
@@ -483,6 +484,16 @@ def test_mistakes_of_scripts_are_told_on_all_ranks(rank_session, keras, tf, tmp_
             model.evaluate(x, y)
     else:
         model.save(tmp_path / "m.keras")
+    with pytest.raises(ConfigError, match=r"callbacks is .*(none|Callback)"):
+        model.fit(x, y, callbacks=[keras.callbacks.Callback()] if rank == 0 else None)
+    with pytest.raises(ConfigError, match="callbacks must be .* Received: 'x'"):
+        model.fit(x, y, callbacks=["x"])
+    with pytest.raises(ConfigError, match="batch of the evaluation data is 8 on rank 0 and 9 on"):
+        model.evaluate(x, y, batch_size=8 + rank, verbose=0)
+    with pytest.raises(DataError, match="evaluation data of rank 1 differ"):
+        model.evaluate(x + rank, y, verbose=0)
+    with pytest.raises(ConfigError, match="batch_size must be at least 1"):
+        model.fit(x, y, batch_size=-3)
     with pytest.raises(ConfigError, match="train_on_batch would train each rank alone"):
         model.train_on_batch(x, y)
     with pytest.raises(ConfigError, match="distribute takes a keras.Model. Received: list"):
@@ -514,6 +525,35 @@ def test_a_shuffle_is_not_iterated_before_the_training(rank_session, keras, tf):
     ours, series = made()
     history = hvdtrain.distribute(ours).fit(series, epochs=3, shuffle=False, verbose=0)
     assert_like_plain(ours, plain, history, expected)
+
+
+@TWO
+def test_a_step_may_give_a_loss_that_no_metric_is_told(rank_session, keras, tf):
+    import hvdtrain
+
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(data[0]) - 1.0))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables),
+                                 self.trainable_variables)
+            return {"loss": loss, "other": 2 * loss}
+
+        def test_step(self, data):
+            return {"loss": tf.reduce_mean(tf.square(self(data[0]) - 1.0))}
+
+    def made():
+        keras.utils.set_random_seed(3)
+        model = Own([keras.Input((6,)), keras.layers.Dense(3)])
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+    plain, ours = made(), hvdtrain.distribute(made())
+    x, y = numbers(40)
+    given = {"batch_size": 8, "epochs": 3, "shuffle": False, "verbose": 0}
+    with hvdtrain.alone():
+        expected = plain.fit(x, y, **given, validation_data=(x[:16], y[:16]))
+    assert_like_plain(ours, plain, ours.fit(x, y, **given, validation_data=(x[:16], y[:16])),
+                      expected)
 
 
 @TWO
