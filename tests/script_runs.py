@@ -1,12 +1,16 @@
-"""Runs the scripts of `tests/scripts`, as they are or with the lines for N ranks.
+"""Ten ordinary Keras scripts, as they are and with their lines for N ranks.
 
     python tests/script_runs.py data                      files that the scripts read
     python tests/script_runs.py plain OUT NAME ...
     python tests/script_runs.py added OUT NAME ...        with the lines `# hvdtrain: ...`
 
 each in the working directory. A script knows nothing of this: what it has made (models, histories,
-figures, predictions) is read from its variables when it has ended, and written to
+figures, predictions) is taken from its variables when it has ended, and written to
 `OUT/NAME-RANK.npz`. `differences` compares two of these files.
+
+With `EXACT` in the environment scripts leave out what other numbers of ranks cannot give alike
+(noise that each rank draws), and lines `# exact: ...` are added as well. `FLOATX` is the type to
+compute in.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,23 +26,32 @@ import numpy as np
 
 SCRIPTS = Path(__file__).parent / "scripts"
 NAMES = tuple(sorted(path.stem for path in SCRIPTS.glob("*.py")))
-MARK = "# hvdtrain: "
 EXACT_VARIABLE = "EXACT"
-"""Tells a script to leave out what cannot be equal on other numbers of ranks."""
-FIGURES = ("evaluation", "figures", "history", "first")
-PREDICTIONS = ("predictions", "answers", "classes")
+FLOAT_VARIABLE = "FLOATX"
+LIMIT = 1e-6
+_MARK, _EXACT_MARK = "# hvdtrain: ", "# exact: "
+_FIGURES = ("evaluation", "figures", "history", "first")
+_PREDICTIONS = ("predictions", "answers", "classes")
 
 
-def added(text: str) -> str:
-    """A script with its lines for N ranks."""
-    return text.replace(MARK, "")
+def text_of(name: str, *, added: bool = False, exact: bool = False) -> str:
+    """A script as it is, or with its lines for N ranks."""
+    text = (SCRIPTS / f"{name}.py").read_text()
+    if added:
+        text = text.replace(_MARK, "")
+        text = text.replace(_EXACT_MARK, "") if exact else text
+    return text
 
 
 def added_lines(name: str) -> list[str]:
     """The lines that a script needs for N ranks, beside the import."""
-    lines = [line.split(MARK)[1] for line in (SCRIPTS / f"{name}.py").read_text().splitlines()
-             if MARK in line]
+    lines = [line.split(_MARK)[1] for line in text_of(name).splitlines() if _MARK in line]
     return [line for line in lines if line != "import hvdtrain"]
+
+
+def has_exact(name: str) -> bool:
+    """Whether a script leaves something out to be compared."""
+    return EXACT_VARIABLE in text_of(name) or _EXACT_MARK in text_of(name)
 
 
 def make_data() -> None:
@@ -76,9 +88,9 @@ def _write_base(keras: Any, rng: np.random.Generator) -> None:
 
 
 def _write_reviews(rng: np.random.Generator) -> None:
-    words = {"good": "great film loved story fine acting warm".split(),
-             "bad": "dull boring story weak acting waste cold".split()}
-    common = "the a it was and of this movie that I".split()
+    common = ["the", "a", "it", "was", "and", "of", "this", "movie", "that", "I"]
+    words = {"good": ["great", "film", "loved", "story", "fine", "acting", "warm"],
+             "bad": ["dull", "boring", "story", "weak", "acting", "waste", "cold"]}
     for kind, own in words.items():
         folder = Path("reviews", kind)
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,20 +99,16 @@ def _write_reviews(rng: np.random.Generator) -> None:
             folder.joinpath(f"{number:02}.txt").write_text(" ".join(text) + ".<br />")
 
 
-def run(name: str, out: Path, *, lines: bool, rank: int = 0) -> None:
+def run(name: str, out: Path, *, added: bool, rank: int = 0) -> None:
     """Run one script to its end and write what it has made."""
     import keras
     keras.backend.clear_session()
-    keras.config.set_floatx(os.environ.get("FLOATX", "float32"))
+    keras.config.set_floatx(os.environ.get(FLOAT_VARIABLE, "float32"))
     keras.config.set_dtype_policy(keras.config.floatx())
-    path = SCRIPTS / f"{name}.py"
-    if lines:
-        text, path = added(path.read_text()), out / f"{name}-{rank}.py"
-        path.write_text(text)
-    started = time.perf_counter()
+    path = out / f"{name}-{rank}.py"
+    path.write_text(text_of(name, added=added, exact=EXACT_VARIABLE in os.environ))
     made = runpy.run_path(str(path), run_name="__main__")
-    results = dict(_results(made, keras))
-    np.savez(out / f"{name}-{rank}.npz", seconds=time.perf_counter() - started, **results)
+    np.savez(out / f"{name}-{rank}.npz", **dict(_results(made, keras)))
 
 
 def _results(made: dict[str, Any], keras: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -108,8 +116,8 @@ def _results(made: dict[str, Any], keras: Any) -> Iterator[tuple[str, np.ndarray
         if isinstance(value, keras.Model):
             for number, weight in enumerate(value.weights):
                 yield f"weights {key} {number} {weight.path}", np.asarray(weight)
-        elif key in FIGURES or key in PREDICTIONS:
-            kind = "figures" if key in FIGURES else "predictions"
+        elif key in _FIGURES or key in _PREDICTIONS:
+            kind = "figures" if key in _FIGURES else "predictions"
             value = value.history if isinstance(value, keras.callbacks.History) else value
             for where, leaf in _leaves(value):
                 yield f"{kind} {key} {where}".strip(), np.asarray(leaf)
@@ -127,27 +135,23 @@ def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def differences(plain: Path, other: Path) -> dict[str, float]:
-    """The largest difference of weights, figures and predictions; what is missing is infinite."""
-    found: dict[str, float] = {}
-    for name, each in each_difference(plain, other).items():
-        kind = name.split()[0]
-        found[kind] = max(found.get(kind, 0.0), each)
-    return found
-
-
-def each_difference(plain: Path, other: Path) -> dict[str, float]:
-    """The difference of each array that the plain script has made."""
+    """The difference of each array that the plain script has made, as a share of its largest value
+    where that is above 1. What is missing, or of another shape, is infinite.
+    """
     with np.load(plain) as expected, np.load(other) as got:
-        return {name: _largest(expected[name], got[name] if name in got else None)
-                for name in expected.files if name != "seconds"}
+        return {name: _largest(expected[name], got.get(name)) for name in expected.files}
 
 
 def _largest(expected: np.ndarray, got: np.ndarray | None) -> float:
-    if got is None or expected.shape != got.shape:
+    if got is None or expected.shape != got.shape or not np.isfinite(got).all():
         return float("inf")
-    if not np.isfinite(got).all() or not expected.size:
-        return float("inf")
-    return float(np.abs(expected.astype("float64") - got.astype("float64")).max())
+    expected, got = expected.astype("float64"), got.astype("float64")
+    return float(np.abs(expected - got).max() / max(1.0, np.abs(expected).max()))
+
+
+def largest(found: dict[str, float], *kinds: str) -> float:
+    """The largest difference of arrays of some kinds: weights, figures, predictions."""
+    return max(difference for name, difference in found.items() if name.startswith(kinds))
 
 
 def main(what: str, *arguments: str) -> None:
@@ -157,7 +161,7 @@ def main(what: str, *arguments: str) -> None:
     out, *names = arguments
     rank = int(os.environ.get("HOROVOD_RANK", "0"))
     for name in names:
-        run(name, Path(out), lines=what == "added", rank=rank)
+        run(name, Path(out), added=what == "added", rank=rank)
 
 
 if __name__ == "__main__":

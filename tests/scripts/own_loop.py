@@ -7,6 +7,7 @@ from keras import layers
 
 # hvdtrain: import hvdtrain
 # hvdtrain: hvdtrain.init()
+# hvdtrain: print = hvdtrain.print_on_chief
 
 keras.utils.set_random_seed(8)
 digits = np.load("digits.npz")

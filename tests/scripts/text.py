@@ -36,7 +36,9 @@ model = keras.Sequential([
     layers.Dense(1, activation="sigmoid"),
 ])
 # hvdtrain: hvdtrain.distribute(model)
-model.compile("adam", "binary_crossentropy", metrics=["accuracy", "auc"])
+optimizer = keras.optimizers.Adam()
+# exact: hvdtrain.DistributedOptimizer(optimizer, options=hvdtrain.ReducerOptions(merge="none"))
+model.compile(optimizer, "binary_crossentropy", metrics=["accuracy", "auc"])
 history = model.fit(train_numbers, validation_data=held_out_numbers, epochs=3)
 evaluation = model.evaluate(held_out_numbers, return_dict=True)
 

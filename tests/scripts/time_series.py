@@ -18,9 +18,11 @@ series = (series - series[:TRAIN].mean(axis=0)) / series[:TRAIN].std(axis=0)
 rises = (series[LENGTH:, 0] > 1).astype("int32")
 
 
-def make_model(**head):
-    network = keras.Sequential([keras.Input((LENGTH, 2)), layers.LSTM(16), layers.Dense(1, **head)])
+def make_model(activation, optimizer, loss, **metrics):
+    network = keras.Sequential([
+        keras.Input((LENGTH, 2)), layers.LSTM(16), layers.Dense(1, activation=activation)])
     # hvdtrain: hvdtrain.distribute(network)
+    network.compile(optimizer, loss, **metrics)
     return network
 
 
@@ -28,9 +30,8 @@ train = keras.utils.timeseries_dataset_from_array(
     series[:TRAIN], rises, sequence_length=LENGTH, batch_size=32, shuffle=True, seed=6)
 held_out = keras.utils.timeseries_dataset_from_array(
     series[TRAIN:], rises[TRAIN:], sequence_length=LENGTH, batch_size=32)
-classifier = make_model(activation="sigmoid")
-classifier.compile(keras.optimizers.Adam(0.01), "binary_crossentropy", metrics=["accuracy"],
-                   weighted_metrics=["auc"])
+classifier = make_model("sigmoid", keras.optimizers.Adam(0.01), "binary_crossentropy",
+                        metrics=["accuracy"], weighted_metrics=["auc"])
 first = classifier.fit(train, validation_data=held_out, epochs=2, class_weight={0: 1.0, 1: 4.0})
 classes = classifier.predict(held_out)
 
@@ -39,8 +40,8 @@ windows = keras.utils.timeseries_dataset_from_array(
 targets = tf.data.Dataset.from_tensor_slices(series[LENGTH:TRAIN, 0])
 recent = tf.data.Dataset.from_tensor_slices(np.linspace(0.2, 1.8, TRAIN - LENGTH).astype("float32"))
 weighted = tf.data.Dataset.zip((windows, targets, recent)).shuffle(500, seed=6).batch(32)
-model = make_model()
-model.compile(keras.optimizers.RMSprop(0.005), "mse", metrics=["mae"], weighted_metrics=["mse"])
+model = make_model(None, keras.optimizers.RMSprop(0.005), "mse", metrics=["mae"],
+                   weighted_metrics=["mse"])
 history = model.fit(weighted, epochs=3)
 evaluation = model.evaluate(weighted, return_dict=True)
 predictions = model.predict(held_out)
