@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -85,7 +87,8 @@ def compared(setting: Setting, names: list[str], folder: Path) -> dict[str, list
             weights, figures = (
                 max(script_runs.largest(each, *kinds) for each in found)
                 for kinds in (("weights",), ("figures", "predictions")))
-            cells[name].append(f"{weights:.1e} / {figures:.1e}")
+            cells[name].append(f"{weights:.1e} / " + (
+                f"{figures:.1e}" if np.isfinite(figures) else "another number of epochs"))
         print(f"{setting}: {ranks} ranks done", flush=True)
     return cells
 

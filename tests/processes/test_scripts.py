@@ -67,3 +67,11 @@ def test_two_lines_are_added_and_six_to_a_loop_of_ones_own(name):
     else:
         assert len(lines) == 2
         assert lines[1].startswith("hvdtrain.distribute(")
+
+
+def test_the_table_of_the_documentation_has_each_script_with_its_lines():
+    page = (script_runs.SCRIPTS.parents[1] / "docs/scripts-table.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| [")]
+    assert [row.split(" | ")[:2] for row in rows] == [
+        [f"| [{name}](../tests/scripts/{name}.py)", str(len(script_runs.added_lines(name)))]
+        for name in script_runs.NAMES]
