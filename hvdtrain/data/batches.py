@@ -30,7 +30,8 @@ def rows(batch: Any, begin: Any, length: Any) -> Any:
             rest = tensor.dense_shape[1:]
             return tf.sparse.slice(tensor, tf.concat([[begin], tf.zeros_like(rest)], 0),
                                    tf.concat([[length], rest], 0))
-        return tensor[begin:begin + length]
+        # A copy: of arrays of a script a slice would be a view, in which later steps may write.
+        return tf.gather(tensor, begin + tf.range(length))
     return tf.nest.map_structure(cut, batch)
 
 

@@ -506,6 +506,40 @@ def test_mistakes_of_scripts_are_told_on_all_ranks(rank_session, keras, tf, tmp_
 
 
 @TWO
+def test_arrays_of_a_data_set_are_left_as_they_are(rank_session, keras):
+    """TensorFlow takes them without a copy where their address is a multiple of 64."""
+    import hvdtrain
+
+    def aligned(array):
+        space = np.empty(array.nbytes + 64, "u1")
+        start = -space.ctypes.data % 64
+        made = space[start:start + array.nbytes].view(array.dtype).reshape(array.shape)
+        made[...] = array
+        return made
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(240, 4)).astype("f4"), rng.normal(size=(240, 1)).astype("f4")
+    weights = [aligned(rng.uniform(0.5, 1.5, 240).astype("f4")) for _ in range(2)]
+    before = [w.copy() for w in weights]
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 7
+
+        def __getitem__(self, number):
+            part = slice(32 * number, 32 * number + 32)
+            return x[part], (y[part], y[part]), tuple(w[part] for w in weights)
+    given = keras.Input((4,))
+    model = keras.Model(given, [keras.layers.Dense(1)(given), keras.layers.Dense(1)(given)])
+    hvdtrain.distribute(model)
+    model.compile("adam", ["mse", "mse"], loss_weights=[1.0, 0.2])
+    for _ in range(2):
+        model.fit(Batches(), verbose=0)
+        model.evaluate(Batches(), verbose=0)
+    for now, then in zip(weights, before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+@TWO
 def test_a_shuffle_is_not_iterated_before_the_training(rank_session, keras, tf):
     """Each iteration draws another order; shapes that are not known are read past the shuffle."""
     import hvdtrain
