@@ -224,34 +224,41 @@ class ArrayAdapter(RankAdapter):
 
     def get_tf_dataset(self) -> Any:
         """See Keras' `DataAdapter`."""
-        batches = self._numbers()
-        if self._part.remainder == "drop" and self._part.size > 1:
-            batches = batches.filter(lambda numbers: tf.size(numbers) >= self._part.size)
-        if int(self._skip.numpy()):
-            whole = batches
-            batches = tf.data.Dataset.from_tensors(0).flat_map(lambda _: whole.skip(self._skip))
-        return ready(batches.map(self._take))
+        if self._given._shuffle == "batch":
+            batches = self._order_of_keras(self._batch).take(self._steps)
+            return ready(tf.data.Dataset.from_tensors(0).flat_map(
+                lambda _: batches.skip(tf.identity(self._skip))).map(self._take))
 
-    def _numbers(self) -> Any:
-        """The numbers of the samples of each global batch."""
-        shuffle = self._given._shuffle
-        if shuffle is True and self._seed is not None:
-            def drawn(_: Any) -> Any:
-                seed = tf.stack([tf.constant(self._seed, tf.int64), tf.identity(self._epoch)])
-                order = tf.random.experimental.stateless_shuffle(
-                    tf.range(self._samples, dtype=tf.int64), seed=seed)
-                return tf.data.Dataset.from_tensor_slices(order).batch(self._batch)
-            return tf.data.Dataset.from_tensors(0).flat_map(drawn)
+        def one_epoch(order: Any) -> Any:
+            return tf.data.Dataset.range(self._skip, self._steps).map(lambda step: self._take(
+                order[step * self._batch:(step + 1) * self._batch]))
+        return ready(self._orders().flat_map(one_epoch))
+
+    def _orders(self) -> Any:
+        """A dataset of one element: the numbers of all samples, in the order of an epoch."""
+        numbers = tf.range(self._samples, dtype=tf.int64)
+        if not self._given._shuffle:
+            return tf.data.Dataset.from_tensors(numbers)
+        if self._seed is None:
+            return self._order_of_keras(self._samples)
+
+        def drawn(_: Any) -> Any:
+            seed = tf.stack([tf.constant(self._seed, tf.int64), tf.identity(self._epoch)])
+            return tf.random.experimental.stateless_shuffle(numbers, seed=seed)
+        return tf.data.Dataset.range(1).map(drawn)
+
+    def _order_of_keras(self, batch: int) -> Any:
+        """The numbers of the samples in batches of Keras' own adapter."""
         order = data_adapters.ArrayDataAdapter(
-            np.arange(self._samples), batch_size=self._batch, shuffle=shuffle).get_tf_dataset()
+            np.arange(self._samples), batch_size=batch,
+            shuffle=self._given._shuffle).get_tf_dataset()
         return order.map(lambda numbers: numbers[0] if isinstance(numbers, tuple) else numbers)
 
     def _take(self, numbers: Any) -> Any:
-        known = numbers.shape[0]
         samples = tf.size(numbers, tf.int64)
         rows = tf.gather(numbers, self._part.rows(samples))
-        if known is not None:
-            rows.set_shape([max(1, self._part.count(known))])
+        if self._samples % self._batch == 0:
+            rows.set_shape([max(1, self._part.count(self._batch))])
         batch = _for_each(lambda array: _rows_of(array, rows), self._inputs)
         return (self._part.weight(samples), batch) if self.weighted else batch
 
