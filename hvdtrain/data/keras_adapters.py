@@ -2,15 +2,14 @@
 
 Keras makes an adapter of its own of arrays, data sets and generators. Ours stands around it, so
 that batches, their order and the calls of a data set's methods are those of one process. The
-private parts of Keras' adapters that hvdtrain leans on are used in this module only.
+private parts of Keras' adapters that hvdtrain leans on are used here, in `array_adapter` and in
+`given`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.trainers import data_adapters
@@ -22,7 +21,6 @@ from keras.src.trainers.data_adapters import (
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 
 from hvdtrain.collectives.base import Collective
-from hvdtrain.config import DEFAULT_BATCH
 from hvdtrain.data.batch_plan import BatchPlan
 from hvdtrain.data.divided import divided
 from hvdtrain.data.part import Part
@@ -178,7 +176,7 @@ class RankAdapter(DataAdapter):  # type: ignore[misc]
         if isinstance(self._given, data_adapters.TFDatasetAdapter):
             check_order(self._whole, first_before_shuffles(self._whole), collective, name)
         else:
-            _check_alike(_tensors(self._first_batch()), collective, name, exactly=False)
+            check_alike(_tensors(self._first_batch()), collective, name, exactly=False)
         return {f"number of batches of the {name} data": self.num_batches}
 
     def _first_batch(self) -> Structure:
@@ -192,149 +190,6 @@ class RankAdapter(DataAdapter):  # type: ignore[misc]
         return self._first
 
 
-class ArrayAdapter(RankAdapter):
-    """This rank's rows of arrays, in the order in which Keras takes them in one process.
-
-    Args:
-        given: Keras' adapter of the arrays.
-        part: This rank's part.
-        growth: Integer, how many times the batch of one process the global batch is.
-        seed: Integer, draws an order for each epoch anew. None: Keras' own order, which depends
-            on the seed that the script has set, and is the same in each epoch.
-    """
-
-    def __init__(self, given: Any, part: Part, *, growth: int = 1,
-                 seed: int | None = None) -> None:
-        self._given = given
-        self._part = part
-        self._grouped = growth
-        self._seed = seed
-        self._samples, self._batch = int(given._num_samples), int(given._batch_size)
-        last = self._samples % self._batch
-        sizes = [n for n in (self._batch if self._samples >= self._batch else 0, last) if n]
-        self.weighted = not all(part.is_even(n) for n in sizes)
-        self._steps = int(given.num_batches)
-        if part.remainder == "drop" and 0 < last < part.size:
-            self._steps -= 1
-        self._skip = tf.Variable(0, dtype=tf.int64, trainable=False)
-        self._epoch = tf.Variable(0, dtype=tf.int64, trainable=False)
-        with tf.device("CPU:0"):
-            self._inputs = _for_each(_tensor, keras_like(array_slicing.convert_to_sliceable(
-                given._inputs, target_backend="tensorflow")))
-
-    def get_tf_dataset(self) -> Any:
-        """See Keras' `DataAdapter`."""
-        if self._given._shuffle == "batch":
-            batches = self._order_of_keras(self._batch).take(self._steps)
-            return ready(tf.data.Dataset.from_tensors(0).flat_map(
-                lambda _: batches.skip(tf.identity(self._skip))).map(self._take))
-
-        def one_epoch(order: Any) -> Any:
-            return tf.data.Dataset.range(self._skip, self._steps).map(lambda step: self._take(
-                order[step * self._batch:(step + 1) * self._batch]))
-        return ready(self._orders().flat_map(one_epoch))
-
-    def _orders(self) -> Any:
-        """A dataset of one element: the numbers of all samples, in the order of an epoch."""
-        numbers = tf.range(self._samples, dtype=tf.int64)
-        if not self._given._shuffle:
-            return tf.data.Dataset.from_tensors(numbers)
-        if self._seed is None:
-            return self._order_of_keras(self._samples)
-
-        def drawn(_: Any) -> Any:
-            seed = tf.stack([tf.constant(self._seed, tf.int64), tf.identity(self._epoch)])
-            return tf.random.experimental.stateless_shuffle(numbers, seed=seed)
-        return tf.data.Dataset.range(1).map(drawn)
-
-    def _order_of_keras(self, batch: int) -> Any:
-        """The numbers of the samples in batches of Keras' own adapter."""
-        order = data_adapters.ArrayDataAdapter(
-            np.arange(self._samples), batch_size=batch,
-            shuffle=self._given._shuffle).get_tf_dataset()
-        return order.map(lambda numbers: numbers[0] if isinstance(numbers, tuple) else numbers)
-
-    def _take(self, numbers: Any) -> Any:
-        samples = tf.size(numbers, tf.int64)
-        rows = tf.gather(numbers, self._part.rows(samples))
-        if self._samples % self._batch == 0:
-            rows.set_shape([max(1, self._part.count(self._batch))])
-        batch = _for_each(lambda array: _rows_of(array, rows), self._inputs)
-        return (self._part.weight(samples), batch) if self.weighted else batch
-
-    def begin_at(self, epoch: int, step: int, *, steps_per_epoch: int | None) -> None:
-        """See `RankAdapter.begin_at`."""
-        if steps_per_epoch:
-            done = epoch * steps_per_epoch + step
-            epoch, step = divmod(done, self._steps)
-        self._epoch.assign(epoch)
-        self._skip.assign(step)
-
-    @property
-    def num_batches(self) -> int | None:
-        """See Keras' `DataAdapter`."""
-        return self._steps
-
-    @property
-    def batch_size(self) -> int | None:
-        """See Keras' `DataAdapter`."""
-        return -(-self._batch // self._part.size)
-
-    def on_steps_done(self) -> None:
-        """See `RankAdapter.on_steps_done`."""
-        self._epoch.assign_add(1)
-        self._skip.assign(0)
-
-    def plan(self, steps_per_epoch: int | None) -> BatchPlan:
-        """See `RankAdapter.plan`."""
-        shuffle = self._given._shuffle
-        order = ("in order" if not shuffle else
-                 f"reshuffled each epoch (seed {self._seed})" if self._seed is not None else
-                 "shuffled as Keras does with the script's seed")
-        return BatchPlan(
-            rank=self._part.rank, size=self._part.size, global_batch=self._batch,
-            steps=steps_per_epoch or self._steps,
-            samples=steps_per_epoch * self._batch if steps_per_epoch else self._samples,
-            growth=self._grouped, uneven=self.weighted, order=order, divided="",
-            stream_order=order)
-
-    def one_sample(self) -> Structure:
-        """See `RankAdapter.one_sample`."""
-        return self._rows([0])
-
-    def compare(self, collective: Collective, name: str) -> dict[str, Any]:
-        """See `RankAdapter.compare`."""
-        _check_alike(self._rows([0, self._samples // 2, self._samples - 1]), collective, name,
-                     exactly=True, samples=self._samples)
-        return {f"batch of the {name} data": self._batch}
-
-    def _rows(self, numbers: list[int]) -> Structure:
-        return _for_each(lambda array: _rows_of(array, tf.constant(numbers, tf.int64)),
-                         self._inputs)
-
-
-def _for_each(function: Callable[[Any], Any], arrays: Structure) -> Structure:
-    """A function of each array; one that is sparse is a tuple of tensors in Keras' adapter."""
-    def visit(value: Any) -> Any:
-        is_sparse = isinstance(value, array_slicing.TensorflowSparseWrapper)
-        if value is None or (isinstance(value, (list, tuple, dict)) and not is_sparse):
-            return None
-        return function(value)
-    return keras.tree.traverse(visit, arrays)
-
-
-def _tensor(array: Any) -> Any:
-    """An array as a tensor, which a graph refers to: else it would hold a copy."""
-    return tf.convert_to_tensor(array) if isinstance(array, np.ndarray) else array
-
-
-def _rows_of(array: Any, rows: Any) -> Any:
-    """Some rows of one of the arrays of Keras' adapter, as its own `grab_batch` takes them."""
-    if isinstance(array, array_slicing.TensorflowSparseWrapper):
-        return array_slicing.slice_tensorflow_sparse_wrapper(array, rows)
-    return tf.gather(array, rows, axis=0)
-
-
 def _tensors(batch: Structure) -> Structure:
     def tensor(value: Any) -> Any:
         is_composite = isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
@@ -342,7 +197,7 @@ def _tensors(batch: Structure) -> Structure:
     return tf.nest.map_structure(tensor, keras_like(batch))
 
 
-def _check_alike(some: Structure, collective: Collective, name: str, *, exactly: bool,
+def check_alike(some: Structure, collective: Collective, name: str, *, exactly: bool,
                  samples: int | None = None) -> None:
     """Refuse data of which some samples differ between the ranks. All ranks.
 
@@ -371,35 +226,3 @@ def _check_alike(some: Structure, collective: Collective, name: str, *, exactly:
         get_logger().warning(
             "The first batch of the %s data differs between the ranks in its floats. That is right "
             "for random augmentation; else make the data alike on all ranks.", name)
-
-
-def adapter_of(x: Any, y: Any = None, sample_weight: Any = None, *,  # noqa: D417
-               part: Part,               batch_size: int | None = None, per_rank: bool = False,
-               class_weight: Mapping[int, float] | None = None, shuffle: Any = False,
-               steps: int | None = None, seed: int | None = None,
-               before_decoding: bool = True) -> RankAdapter:
-    """Whatever Keras' `fit`, `evaluate` and `predict` take, divided over the ranks.
-
-    Args:
-        x: As in Keras; so are y, sample_weight, class_weight and shuffle.
-        part: This rank's part of a global batch.
-        batch_size: Integer; as in Keras, of arrays only.
-        per_rank: Boolean, what a batch is: of each rank, or of all ranks together.
-        steps: Integer, the steps of an epoch.
-        seed: Integer, as for `ArrayAdapter`.
-        before_decoding: Boolean, as for `data.divided.divided`.
-
-    Raises:
-        ValueError: What Keras raises of data that it does not take.
-    """
-    grouped = part.size if per_rank else 1
-    if per_rank and (batch_size is not None or steps is None):
-        batch_size = (batch_size or DEFAULT_BATCH) * part.size
-    given = data_adapters.get_data_adapter(
-        x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, steps_per_epoch=steps,
-        shuffle=shuffle, class_weight=class_weight)
-    if isinstance(given, RankAdapter):
-        return given
-    if isinstance(given, data_adapters.ArrayDataAdapter):
-        return ArrayAdapter(given, part, growth=grouped, seed=seed)
-    return RankAdapter(given, part, batches_per_step=grouped, before_decoding=before_decoding)

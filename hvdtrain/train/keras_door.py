@@ -12,13 +12,9 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.config import DEFAULT_BATCH, TrainConfig
-from hvdtrain.data.keras_adapters import (
-    ArrayAdapter,
-    adapter_of,
-    is_arrays,
-    unpacked,
-    validation_split_of,
-)
+from hvdtrain.data.array_adapter import ArrayAdapter
+from hvdtrain.data.given import adapter_of
+from hvdtrain.data.keras_adapters import is_arrays, unpacked, validation_split_of
 from hvdtrain.data.part import Part
 from hvdtrain.data.source import Source
 from hvdtrain.data.stream import StreamSource
