@@ -52,12 +52,16 @@ class Evaluation:
         self._weighted = feed.weighted
         self._one_sample = feed.one_sample
 
+    def build_metrics(self) -> None:
+        """Create the states of the compiled metrics, unless they are there."""
+        if not keras_model.metrics_are_built(self._model):
+            keras_model.build_metrics(self._model, self._one_sample())
+
     @contextmanager
     def traced(self) -> Iterator[None]:
         """The test function of all ranks in the place of Keras' own, which is kept."""
         model = self._model
-        if not keras_model.metrics_are_built(model):
-            keras_model.build_metrics(model, self._one_sample())
+        self.build_metrics()
         compiled = (getattr(model, "_loss_tracker", None), self._weighted, self._collective)
         with _function_kept(model, "test_function", _TRACED, compiled), ExitStack() as undo:
             share = share_losses(model, self._collective)
@@ -100,6 +104,7 @@ def evaluate(model: Any, feed: Feed, session: Session, arguments: Mapping[str, A
     collective = session.collective
     with session.progress.phase("evaluating"):
         evaluation = Evaluation(model, feed, session)
+        evaluation.build_metrics()
         check_same_model(collective, model)
         refuse_unmergeable(collective, model)
         results = model._get_metrics_result_or_logs

@@ -123,6 +123,8 @@ class SourceFeed(Feed):
 
     def compare(self) -> dict[str, Any]:
         """See `Feed.compare`."""
+        if isinstance(self._source, StreamSource):
+            self._counts(self._source)
         return facts_of(self._source)
 
     def one_sample(self) -> Structure:

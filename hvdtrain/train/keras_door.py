@@ -179,7 +179,9 @@ def launched(config: TrainConfig | None) -> TrainConfig:
     Raises:
         ConfigError: Both say something, and not the same.
     """
-    return (config or TrainConfig()).as_launched(os.environ)
+    config = config or TrainConfig()
+    # Another engine is refused as such, whatever the launcher says.
+    return config.as_launched(os.environ) if config.engine == "allreduce" else config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

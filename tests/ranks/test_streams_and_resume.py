@@ -108,7 +108,7 @@ def test_streams_whose_order_differs_are_refused(how, rank_session, keras, tf):
     else:
         stream = tf.data.Dataset.range(40).map(lambda i: (
             tf.zeros(4), tf.reshape((i + rank) % 40, [1])))
-    with pytest.raises(DataError, match=r"same order on all ranks, but .*hvdtrain\.init"):
+    with pytest.raises(DataError, match=r"same order on all of them, but .*hvdtrain\.init"):
         hvdtrain.fit(line(keras), hvdtrain.StreamSource(stream), config=settings())
     tf.random.set_seed(3)
 
