@@ -144,7 +144,7 @@ class ArrayAdapter(RankAdapter):
     def compare(self, collective: Collective, name: str) -> dict[str, Any]:
         """See `RankAdapter.compare`."""
         check_alike(self._rows([0, self._samples // 2, self._samples - 1]), collective, name,
-                     exactly=True, samples=self._samples)
+                    exactly=True, samples=self._samples)
         return {f"batch of the {name} data": self._batch}
 
     def _rows(self, numbers: list[int]) -> Structure:

@@ -198,7 +198,7 @@ def _tensors(batch: Structure) -> Structure:
 
 
 def check_alike(some: Structure, collective: Collective, name: str, *, exactly: bool,
-                 samples: int | None = None) -> None:
+                samples: int | None = None) -> None:
     """Refuse data of which some samples differ between the ranks. All ranks.
 
     Raises:

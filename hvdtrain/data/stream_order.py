@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvdtrain.collectives.base import Collective
 from hvdtrain.data import tf_steps
 from hvdtrain.data.source import Structure
-from hvdtrain.data.tf_steps import nodes_of as nodes_of
+from hvdtrain.data.tf_steps import nodes_of
 from hvdtrain.errors import DataError
 from hvdtrain.log import get_logger
 

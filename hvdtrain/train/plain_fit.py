@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
-from hvdtrain.data.stream_order import nodes_of
+from hvdtrain.data.tf_steps import nodes_of
 from hvdtrain.errors import ConfigError
 from hvdtrain.optim import keras_seam, reducer, state
 from hvdtrain.optim.distributed import is_distributed

@@ -96,7 +96,8 @@ class Coordinator(keras.callbacks.Callback):
         self._evaluate = evaluate
         self._steps_per_epoch = steps_per_epoch
         self._epoch_ended = epoch_ended
-        self._before_epoch: int | None = None
+        self._steps_before = 0
+        """Steps of the epochs before; in this run where their number was not known."""
         self._batch = 0
         self.callbacks: Any = None
         """The list of all callbacks of the run, for the evaluation."""
@@ -138,9 +139,9 @@ class Coordinator(keras.callbacks.Callback):
         del logs
         steps = self._steps_per_epoch
         if steps is not None:
-            self._before_epoch = epoch * steps
+            self._steps_before = epoch * steps
         else:
-            self._before_epoch = (self._before_epoch or 0) + self._batch
+            self._steps_before += self._batch
         self._epoch, self._batch = epoch, 0
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -162,15 +163,11 @@ class Coordinator(keras.callbacks.Callback):
         self._save_or_leave(batch)
         self._steps_seen += self.model.steps_per_execution
         self._batch = batch + self.model.steps_per_execution
-        self._times.now = self._steps_before() + self._batch
-
-    def _steps_before(self) -> int:
-        """Steps of the epochs before, in this run where their number was not known."""
-        return self._before_epoch or 0
+        self._times.now = self._steps_before + self._batch
 
     def _save_or_leave(self, batch: int) -> None:
         """Save where it is due, or end where it was asked for."""
-        step = self._steps_before() + batch
+        step = self._steps_before + batch
         if self._steps_seen == 0:
             self._times.begin(step)
         due = batch > 0 and (self._clock_asks or self._times.by_steps(step))

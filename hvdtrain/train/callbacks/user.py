@@ -60,7 +60,7 @@ def _watched(callback: Any, session: Session) -> Any:
         if getattr(hook, "_is_default", False):
             continue
         if name in _SLOW_HOOKS:
-            runs = hook if session.world.is_chief else getattr(stands, name)
+            runs = _alone(hook) if session.world.is_chief else getattr(stands, name)
             setattr(stands, name, _in_phase(runs, type(callback).__name__, session.progress))
         elif session.world.is_chief:
             setattr(stands, name, _alone(hook))
@@ -69,7 +69,7 @@ def _watched(callback: Any, session: Session) -> Any:
 
 def _in_phase(hook: Callable[..., None], name: str, progress: Progress) -> Callable[..., None]:
     def watched(*args: Any, **kwargs: Any) -> None:
-        with progress.phase(f"running the callback {name}"), alone_on_chief():
+        with progress.phase(f"running the callback {name}"):
             hook(*args, **kwargs)
     return watched
 
