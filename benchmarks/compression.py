@@ -74,7 +74,7 @@ def train(name, compression, seed, session, options):
     import keras
 
     import hvdtrain
-    from hvdtrain.runtime.usage import Connections
+    from hvdtrain.bench.usage import Connections
     from hvdtrain.settings import replace
     job = runpy.run_path(str(EXAMPLES / f"{name}.py"))["job"]()
     keras.backend.clear_session()
@@ -84,8 +84,7 @@ def train(name, compression, seed, session, options):
     collective = counting(session.collective)
     hvdtrain.DistributedOptimizer(
         model.optimizer, collective=collective, options=hvdtrain.ReducerOptions(
-            compression=compression, topk_ratio=options.topk_ratio,
-            approximation_rank=options.approximation_rank))
+            compression=compression, approximation_rank=options.approximation_rank))
     with contextlib.redirect_stdout(io.StringIO()):
         result = hvdtrain.fit(
             model, splits.train, validation_data=splits.validation, config=config,
@@ -102,15 +101,13 @@ def main():
     parser.add_argument("--epochs", type=int, help="default: those of the example")
     parser.add_argument("--jobs", default=",".join(JOBS))
     parser.add_argument("--compressions", default=",".join(COMPRESSIONS))
-    parser.add_argument("--topk-ratio", type=float, default=0.04)
     parser.add_argument("--approximation-rank", type=int, default=16)
     options = parser.parse_args()
     import hvdtrain
     session = hvdtrain.init()
     if session.world.is_chief:
         print(f"{session.collective.size} ranks, {session.collective.name}, {options.seeds} seeds, "
-              f"topk_ratio {options.topk_ratio:g}, approximation_rank "
-              f"{options.approximation_rank}\n\n"
+              f"approximation_rank {options.approximation_rank}\n\n"
               "| job | compression | accuracy | against none | KB of gradients per step | of none "
               "| KB in all |\n|---|---|---|---|---|---|---|", flush=True)
     for name in options.jobs.split(","):

@@ -59,7 +59,7 @@ def make_step(case, way, name, session):
 def measure(case, name, session, options):
     import tensorflow as tf
 
-    from hvdtrain.runtime.usage import Connections
+    from hvdtrain.bench.usage import Connections
     connections = Connections()
     steps = {way: make_step(case, way, name, session) for way in WAYS}
     for step in steps.values():

@@ -130,7 +130,7 @@ def compare(name, make_optimizer, session):
     difference = max(float(np.abs(a - b).max()) for a, b in zip(reference, weights, strict=True))
     everything = [*model.trainable_variables,
                   *keras_seam.shared_variables(model.optimizer)]
-    digests = session.collective.gather_objects(state.digests(everything).values)
+    digests = session.collective.gather_objects(state.digests(everything))
     return {"name": name, "difference": difference, "moved": moved,
             "bitwise_equal": all(d == digests[0] for d in digests)}
 

@@ -35,8 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from hvdtrain.errors import CheckpointError  # noqa: E402
-from hvdtrain.train.checkpoint import CheckpointStore  # noqa: E402
-from hvdtrain.train.checkpoint_file import read_state  # noqa: E402
+from hvdtrain.train.checkpoint import CheckpointStore, read_state  # noqa: E402
 from tests.cluster.hosts import VirtualHosts  # noqa: E402
 from tests.cluster.slurm import PrivateSlurm  # noqa: E402
 

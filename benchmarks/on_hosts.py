@@ -15,22 +15,27 @@ ROOT = Path(__file__).resolve().parents[1]
 def virtual_hosts(count: int, mbit: float) -> Iterator[object]:
     """A function that runs `hvdtrain launch ...` with one rank per host and shows its output.
 
+    Its `slots` are other ranks on the hosts, as in `hosta:2,hostb:1`.
+
     Args:
         count: Integer, hosts.
         mbit: Float, what each link carries per second in each direction.
     """
     sys.path.insert(0, str(ROOT))
     from tests.cluster.hosts import VirtualHosts
-    with VirtualHosts(count, rate=f"{mbit:g}mbit") as hosts:
+    with VirtualHosts(count) as hosts:
+        hosts.rate(f"{mbit:g}mbit")
         # A path of the first host, which has a /dev/shm of its own.
         hostfile = Path("/dev/shm") / f"hvdtrain-bench-{os.getpid()}"
         hosts.run("hosta", ["bash", "-c",
                             f"printf '%s slots=1\\n' {' '.join(hosts.names)} > {hostfile}"])
 
-        def launch(words: Sequence[str], *, quiet: bool = False) -> None:
+        def launch(words: Sequence[str], *, quiet: bool = False,
+                   slots: str = "") -> list[str]:
+            where = ["-H", slots] if slots else ["--hostfile", str(hostfile)]
             process = hosts.start(
-                "hosta", [sys.executable, "-m", "hvdtrain", "launch", "--hostfile", str(hostfile),
-                          *words], cwd=ROOT, env={"PYTHONPATH": str(ROOT)})
+                "hosta", [sys.executable, "-m", "hvdtrain", "launch", *where, *words], cwd=ROOT,
+                env={"PYTHONPATH": str(ROOT)})
             said = []
             for line in process.stdout:
                 said.append(line)
@@ -38,4 +43,5 @@ def virtual_hosts(count: int, mbit: float) -> Iterator[object]:
                     print(line, end="", flush=True)
             if process.wait():
                 raise SystemExit("".join(said[-40:]))
+            return said
         yield launch

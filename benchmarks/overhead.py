@@ -84,6 +84,7 @@ def own_loop(job, data, steps, epochs, session):
     import horovod.tensorflow as hvd
     import keras
     import tensorflow as tf
+    hvd.init()
     rank, size = session.world.rank, session.world.size
     model, optimizer = make_model(job)
     optimizer.build(model.trainable_variables)

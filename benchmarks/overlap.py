@@ -1,153 +1,179 @@
-"""Do gradients travel while the backward pass goes on? Read from Horovod's own timeline.
+"""How much of a step's computing and of its transfer go on at the same time, on virtual hosts.
 
-    python benchmarks/overlap.py [--ranks 2] [--bucket-mb 1]
-    python benchmarks/overlap.py --network 1000 [--rounds 5]
+    python benchmarks/overlap.py [--hosts 2] [--network 1000 100 10000] [--rounds 3]
+    python benchmarks/overlap.py --asleep --hosts 2 3 4          # root only, as above
 
-Trains a deep perceptron with `--timeline` and looks at each step: the gradients of a bucket are
-announced (NEGOTIATE) on the chief when it is complete, and reduced between the begin and the end
-of their ALLREDUCE. What is reduced before the last gradient of the step was announced has
-travelled while the backward pass went on. Also tells how often each gradient was reduced.
+One rank on each of some hosts (`tests/cluster/hosts.py`), whose links carry so many Mbit/s, trains
+a perceptron with 4.5 million parameters, in buckets as `bucket_mb` makes them. Each launch measures
+milliseconds (medians) of four functions in turn: the step without reductions (`compute`), its
+forward pass, its reductions alone (`transfer`), and the step with them. Launches as they are take
+turns with launches `--before`: one thread that starts TensorFlow's operations, buckets of 32 MiB.
 
-With `--network MBIT` (root only) each rank is on a virtual host (`tests/cluster/hosts.py`) whose
-link carries so many Mbit/s, and training in buckets takes turns with training in one bucket, which
-can only travel when the backward pass has ended.
+Each rank computes with one thread on one core, which Horovod's thread shares. With more ranks than
+cores (or to see the network apart from the cores) `--asleep`: in place of computing the passes
+sleep, 20 ms forward and 39 ms backward, as with an accelerator.
+
+Printed: the step against the larger of the two, which is 1 where one hides the other wholly; and
+the least that it can be. No gradient exists before the forward pass has ended, so the network is
+idle until then: (forward + transfer) / larger. And the core works for both: the processor's time
+of computing and of the transfer / larger.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
+import os
 import statistics
-import subprocess
 import sys
-import tempfile
-from collections import defaultdict
-from pathlib import Path
+import time
 
-from on_hosts import ROOT, virtual_hosts
+import numpy as np
+from on_hosts import virtual_hosts
 
-JOB = """
-[model]
-name = "mlp"
-features = 256
-hidden = 1024
-depth = 8
-
-[data]
-name = "synthetic"
-samples = 1280
-features = 256
-
-[optimizer]
-name = "SGD"
-
-[compile]
-loss = "sparse_categorical_crossentropy"
-
-[train]
-batch_per_rank = 64
-epochs = 3
-check_weights = false
-"""
-STEPS, SKIPPED_STEPS = 30, 5
-BUCKET = re.compile(r"hvdtrain\.opt.*\.b\d+(_\d+of\d+)?$")
+FEATURES, WIDTH, DEPTH, BATCH = 256, 1024, 5, 96
+FORWARD_S, BACKWARD_S = 0.020, 0.039
+TURNS = 3
 
 
-def timeline(launch, bucket_mb, folder):
-    """The events of a run, in order of time."""
-    job, path = folder / "deep.toml", folder / "timeline.json"
-    job.write_text(JOB)
-    launch(["fit", str(job), "--output", str(folder / "out"), "--no-tensorboard",
-            "--checkpoint-every-epochs", "0", "--overwrite", "--bucket-mb", str(bucket_mb),
-            "--timeline", str(path)])
-    text = path.read_text().rstrip().rstrip(",")
-    return json.loads(text if text.endswith("]") else text + "]")
+def one_thread(tf):
+    """Let TensorFlow start operations with one thread, as before."""
+    original = tf.config.threading.set_inter_op_parallelism_threads
+    tf.config.threading.set_inter_op_parallelism_threads = lambda _: original(1)
 
 
-def buckets(events):
-    """For each tensor of a bucket its announcements and its reductions, in microseconds."""
-    names = {e["pid"]: e["args"]["name"] for e in events
-             if e.get("name") == "process_name" and "name" in e.get("args", {})}
-    announced, reduced, begun = defaultdict(list), defaultdict(list), defaultdict(list)
-    for event in events:
-        name = names.get(event.get("pid"), "")
-        if not BUCKET.search(name):
-            continue
-        if event["ph"] == "B":
-            begun[name].append((event["name"], event["ts"]))
-            if event["name"].startswith("NEGOTIATE"):
-                announced[name].append(event["ts"])
-        elif event["ph"] == "E" and begun[name]:
-            what, since = begun[name].pop()
-            if what == "ALLREDUCE":
-                reduced[name].append((since, event["ts"]))
-    return announced, reduced
+def computing(tf, keras):
+    """A model that computes, and functions: its forward pass, and its gradients."""
+    model = keras.Sequential([keras.Input((FEATURES,)), *(
+        keras.layers.Dense(WIDTH, "relu") for _ in range(DEPTH)), keras.layers.Dense(10)])
+    x, y = tf.random.normal([BATCH, FEATURES]), tf.random.uniform([BATCH], 0, 10, tf.int32)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def gradients():
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x, training=True))
+        return tape.gradient(value, model.trainable_variables)
+    return model, lambda: loss(y, model(x, training=True)), gradients
 
 
-def figures(events):
-    """Of a run: how often gradients were reduced, the share of the time of reductions that lies
-    before the last announcement, how many had been reduced by then, and ms per step."""
-    announced, reduced = buckets(events)
-    steps = min(map(len, announced.values()))
-    shares, ahead, lasts = [], [], []
-    for step in range(SKIPPED_STEPS, steps):
-        last = max(times[step] for times in announced.values())
-        spans = [times[step] for times in reduced.values() if len(times) > step]
-        total = sum(end - begin for begin, end in spans)
-        before = sum(max(0, min(end, last) - begin) for begin, end in spans)
-        shares.append(before / total)
-        ahead.append(sum(end <= last for _, end in spans))
-        lasts.append(last)
-    return {"gradients": len(reduced),
-            "reductions": sorted({len(times) for times in reduced.values()}),
-            "share": statistics.median(shares), "ahead": statistics.median(ahead),
-            "ms": statistics.median(b - a for a, b in zip(lasts, lasts[1:], strict=False)) / 1e3}
+def sleeping(tf, variables):
+    """As `computing`, of passes that sleep."""
+    def asleep(seconds):
+        def wait():
+            time.sleep(seconds)
+            return np.float32(1e-3)
+        return tf.numpy_function(wait, [], tf.float32)
+
+    def gradients():
+        before, found = asleep(FORWARD_S), []
+        for number, variable in enumerate(reversed(variables)):
+            if number % 2:  # a kernel; its bias was made just before
+                with tf.control_dependencies([before]):
+                    before = asleep(2 * BACKWARD_S / len(variables))
+            found.append(before * variable)
+        return found[::-1]
+    return lambda: asleep(FORWARD_S), gradients
 
 
-def show(ranks, found):
-    print(f"{ranks} ranks: each of {found['gradients']} gradients was reduced "
-          f"{' to '.join(map(str, found['reductions']))} times in {STEPS} updates")
-    print(f"{found['share']:.0%} of the time of reductions lies before the last gradient of a step "
-          f"was announced; {found['ahead']:g} had been reduced by then (medians of the steps)")
+def functions(session, tf, keras, options):
+    import hvdtrain
+    from hvdtrain.optim.reducer import GradientReducer
+    reduction = hvdtrain.ReducerOptions(bucket_bytes=(32 << 20) if options.before else None)
+    model, forward, gradients = computing(tf, keras)
+    if options.asleep:
+        forward, gradients = sleeping(tf, model.trainable_variables)
+    variables = model.trainable_variables
+    plain, ours = keras.optimizers.SGD(0.01), hvdtrain.DistributedOptimizer(
+        keras.optimizers.SGD(0.01), options=reduction)
+    for optimizer in (plain, ours):
+        optimizer.build(variables)
+    reducer = GradientReducer(session.collective, "overlap", reduction)
+    return {"compute": tf.function(lambda: plain.apply(gradients(), variables)),
+            "forward": tf.function(forward),
+            "transfer": tf.function(lambda: reducer([tf.convert_to_tensor(v) for v in variables],
+                                                    variables, range(len(variables)))),
+            "step": tf.function(lambda: ours.apply(gradients(), variables))}
 
 
-def compare(options, folder):
-    """In buckets against in one bucket, on virtual hosts."""
-    sides = {"buckets": options.bucket_mb, "one bucket": 1000}
-    found = {side: [] for side in sides}
-    with virtual_hosts(options.ranks, options.network) as launch:
-        for _ in range(options.rounds):
-            for side, size in sides.items():
-                found[side].append(figures(timeline(
-                    lambda words: launch(words, quiet=True), size, folder)))
-    for side, runs in found.items():
-        print(f"{side}: {statistics.median(one['ms'] for one in runs):.0f} ms per step, "
-              f"{statistics.median(one['share'] for one in runs):.0%} of the time of reductions "
-              f"before the last announcement, {runs[0]['gradients']} gradients or buckets, "
-              f"reduced {runs[0]['reductions']} times in {STEPS} updates")
-    ratios = [a["ms"] / b["ms"] for a, b in zip(*found.values(), strict=True)]
-    print(f"buckets / one bucket: {statistics.median(ratios):.2f} ({min(ratios):.2f} to "
-          f"{max(ratios):.2f}), {options.rounds} rounds, {options.network:g} Mbit/s")
+def rank(options):
+    """What one rank measures; the chief prints it."""
+    place = int(os.environ["HOROVOD_RANK"])
+    os.sched_setaffinity(0, {place % os.cpu_count()})
+    import keras
+    import tensorflow as tf
+
+    import hvdtrain
+    if options.before:
+        one_thread(tf)
+    session = hvdtrain.init(collective="horovod-gloo")
+    keras.utils.set_random_seed(1)
+    found, measured = {}, functions(session, tf, keras, options)
+    for turn in range(TURNS + 1):  # the first one traces
+        for name, function in measured.items():
+            session.collective.barrier()
+            times, cpu = [], time.process_time()
+            for _ in range(options.steps):
+                begin = time.perf_counter()
+                function()
+                times.append(1000 * (time.perf_counter() - begin))
+            cpu = 1000 * (time.process_time() - cpu) / options.steps
+            if turn:
+                found.setdefault(name, []).append(statistics.median(times[1:]))
+                found.setdefault(f"{name} cpu", []).append(cpu)
+    if place == 0:
+        sys.stdout.write("RESULT " + json.dumps(
+            {name: statistics.median(values) for name, values in found.items()}) + "\n")
+
+
+def measure(launch, options, *more):
+    """The figures of one launch."""
+    words = [*(["--asleep"] if options.asleep else []), "--steps", str(options.steps), *more]
+    said = launch(["--", sys.executable, __file__, "--rank", *words], quiet=True)
+    line = next(line for line in said if "RESULT " in line)
+    return json.loads(line.partition("RESULT ")[2])
+
+
+def show(where, before, after):
+    larger = [max(one["compute"], one["transfer"]) for one in after]
+    figures = {name: statistics.median(one[name] for one in after) for name in after[0]}
+    now = [one["step"] / most for one, most in zip(after, larger, strict=True)]
+    ago = [one["step"] / max(one["compute"], one["transfer"]) for one in before]
+    speed = [a["step"] / b["step"] for a, b in zip(after, before, strict=True)]
+    most = statistics.median(larger)
+    print(f"{where}: compute {figures['compute']:.0f} ms (forward {figures['forward']:.0f}), "
+          f"transfer {figures['transfer']:.0f}, step {figures['step']:.0f}, before "
+          f"{statistics.median(one['step'] for one in before):.0f}", flush=True)
+    least = max(most, figures["forward"] + figures["transfer"])
+    work = figures["compute cpu"] + figures["transfer cpu"]
+    for what, ratios in (("step / larger", now), ("before: step / larger", ago),
+                         ("step / step before", speed)):
+        print(f"  {what}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to "
+              f"{max(ratios):.2f}), {len(ratios)} rounds")
+    print(f"  least: {least / most:.2f} by the network, {work / most:.2f} by the core's "
+          f"{work:.0f} ms of work", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--bucket-mb", type=float, default=1.0)
-    parser.add_argument("--network", type=float, metavar="MBIT")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2])
+    parser.add_argument("--network", type=float, nargs="+", default=[1000], metavar="MBIT")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12, help="of each function in each turn")
+    parser.add_argument("--asleep", action="store_true")
+    parser.add_argument("--before", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    # Virtual hosts have a /tmp and a /dev/shm of their own.
-    where = ROOT if options.network else None
-    with tempfile.TemporaryDirectory(prefix=".overlap-", dir=where) as name:
-        folder = Path(name)
-        if options.network:
-            compare(options, folder)
-        else:
-            show(options.ranks, figures(timeline(lambda words: subprocess.run(
-                [sys.executable, "-m", "hvdtrain", "launch", "-np", str(options.ranks), *words],
-                cwd=ROOT, check=True, stdout=subprocess.DEVNULL), options.bucket_mb, folder)))
+    if options.rank:
+        rank(options)
+        return
+    for hosts in options.hosts:
+        for mbit in options.network:
+            before, after = [], []
+            with virtual_hosts(hosts, mbit) as launch:
+                for _ in range(options.rounds):
+                    before.append(measure(launch, options, "--before"))
+                    after.append(measure(launch, options))
+            show(f"{hosts} hosts, {mbit:g} Mbit/s", before, after)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,14 +82,14 @@ def make_job(name, steps):
 
 
 def serve(spec, kind, index, name, steps):
+    from hvdtrain.bench.usage import start_usage
     from hvdtrain.data.source import splits_of
     from hvdtrain.engines.parameter_server import tf_seam
     from hvdtrain.engines.parameter_server.feeding import Reader
-    from hvdtrain.runtime.usage import start_usage
     start_usage(f"{kind}{index}", os.environ)
     if kind == "worker":
         job = make_job(name, steps)
-        Reader(splits_of(job.data()), job.config, 1).register("bench")
+        Reader(splits_of(job.data()), job.config, 1).register()
     tf_seam.serve(spec, kind, index, threads=1)
     sys.stdin.read()
     os._exit(0)
@@ -96,7 +97,8 @@ def serve(spec, kind, index, name, steps):
 
 def chief_ps(spec, name, steps):
     import hvdtrain
-    from hvdtrain.engines.parameter_server.chief import Cluster, train
+    from hvdtrain.engines.parameter_server.chief import train
+    from hvdtrain.engines.parameter_server.roles import Assignment, Role
     from hvdtrain.runtime.progress import Progress
     times = []
     job = make_job(name, steps)
@@ -114,9 +116,8 @@ def chief_ps(spec, name, steps):
         return [Clock()]
     job = hvdtrain.Job(name=name, model=job.model, data=job.data, config=job.config,
                        callbacks=clock)
-    train(job, job.config, Cluster(addresses=spec, task=None, texts=("here",) * 4, feed="bench"),
-          world=hvdtrain.World(rank=0, size=1, local_rank=0, local_size=1, host="here",
-                               starter="single", rendezvous="none"),
+    train(job, job.config, Assignment(role=Role(kind="chief"), rank=0, size=1, host="here",
+                                      cluster=spec, hosts=("here",) * 4),
           progress=Progress(), stop_asked=lambda: False, dry_run=False)
     return times[2], times[3]
 
@@ -124,12 +125,13 @@ def chief_ps(spec, name, steps):
 def chief_stock(spec, name, steps):
     from hvdtrain.data.source import splits_of
     from hvdtrain.engines.parameter_server import tf_seam
-    from hvdtrain.engines.parameter_server.feeding import Feed
-    strategy, coordinator = tf_seam.connect(spec, None)
+    from hvdtrain.engines.parameter_server.feeding import read_batch
+    coordinator = ExitStack().enter_context(tf_seam.connected(spec))
+    strategy = coordinator.strategy
     import keras
     import tensorflow as tf
     job = make_job(name, steps)
-    feed = Feed("bench", splits_of(job.data()))
+    splits = splits_of(job.data())
     with strategy.scope():
         model = make_model(name)
         optimizer = keras.optimizers.SGD(0.01)
@@ -146,7 +148,7 @@ def chief_stock(spec, name, steps):
     @tf.function
     def closure(step):
         zero = tf.constant(0, tf.int64)
-        x, y = feed.train(zero, step, zero, step + 1)
+        x, y = read_batch("train", splits.train, zero, step, zero, step + 1)
         return strategy.run(one, args=(x, y))
     for epoch in range(2):
         began = time.time()

@@ -34,7 +34,7 @@ def on_rank(order: dict) -> None:
 
     import hvdtrain
     from hvdtrain.errors import HvdtrainError
-    from hvdtrain.train.callbacks import coordinator
+    from hvdtrain.train import coordinator
     from tests import random_runs
     session = hvdtrain.init()
     keras.config.set_floatx("float64")

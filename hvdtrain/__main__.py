@@ -1,6 +1,6 @@
 """`python -m hvdtrain`."""
 
-from hvdtrain.cli.main import main
+from hvdtrain.cli.start import main
 
 if __name__ == "__main__":
     main()

@@ -52,8 +52,8 @@ class PsConfig:
         "none", "How large parameters are cut along their first axis: `none`, `fixed:SHARDS`, "
         "`min_size:BYTES[:MAX_SHARDS]` or `max_size:BYTES[:MAX_SHARDS]`.")
     fused: bool | None = setting(
-        None, "Keep all parameters of a server in one vector.",
-        unset="wherever the optimizer treats every number alike")
+        None, "Keep all parameters of a server in one vector.", unset="wherever the optimizer "
+        "treats every number alike")
     sparse_embeddings: bool = setting(
         True, "Move only the rows of an embedding that a batch uses.",
         option="--ps-sparse/--no-ps-sparse")
@@ -66,8 +66,8 @@ class PsConfig:
         False, "The last rank evaluates each checkpoint on its own, beside the training.",
         option="--evaluator/--no-evaluator")
     max_restarts: int = setting(
-        3, "How often a worker, a server or the chief is started again after it was lost.",
-        least=0, option="--max-restarts")
+        3, "How often a worker, a server or the chief is started again after it was lost.", least=0,
+        option="--max-restarts")
     start_timeout_s: float = setting(
         600.0, "How long to wait for all ranks at the start, and for one that was started again.",
         least=1, metavar="SECONDS")
@@ -78,9 +78,6 @@ class PsConfig:
             raise ConfigError(
                 "partitioner must be none, fixed:SHARDS, min_size:BYTES[:MAX_SHARDS] or "
                 f"max_size:BYTES[:MAX_SHARDS]. Received: partitioner={self.partitioner!r}")
-        self._check_mode()
-
-    def _check_mode(self) -> None:
         if self.mode == "async" and (self.replicas_to_aggregate or self.backup_workers):
             raise ConfigError("replicas_to_aggregate and backup_workers belong to mode 'sync'. "
                               "Received: mode='async'. Give --ps-mode sync, or leave them out.")
@@ -89,11 +86,7 @@ class PsConfig:
                               "stale. Leave one of the two out.")
 
     def replicas(self, workers: int) -> int:
-        """Gradients per update: the number of ranks of allreduce that do the same.
-
-        Raises:
-            ConfigError: No worker is left.
-        """
+        """Gradients per update, the ranks of an equal allreduce; ConfigError without workers."""
         if self.mode == "async":
             return 1
         replicas = self.replicas_to_aggregate or workers - self.backup_workers
@@ -115,8 +108,8 @@ class TfConfig:
         None, "Replicas in this process, for `mirrored` and `central_storage`.", least=1,
         option="--devices", unset="its GPUs, or 1")
     device: str | None = setting(
-        None, "The device of `one_device`, such as `GPU:1`.", option="--device",
-        unset="the first GPU, or `CPU:0`")
+        None, "The device of `one_device`, such as `GPU:1`.", option="--device", unset="the first "
+        "GPU, or `CPU:0`")
     cross_device: CrossDevice = setting(
         "auto", "How replicas add gradients.", option="--cross-device")
     tpu: str | None = setting(None, "The name or address of the TPU.", option="--tpu")

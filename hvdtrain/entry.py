@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,15 +26,7 @@ from hvdtrain.job import (
 
 
 def load_job(target: str | None) -> Job:
-    """Find and load a job. Every rank; nothing is trained yet.
-
-    Args:
-        target: String: path of a `.toml` or `.py` file, or a module name. None: `hvdtrain.toml`
-            of the current folder.
-
-    Raises:
-        ConfigError: There is no such job, or it is not one.
-    """
+    """Load a job from a `.toml` or `.py` file, or a module. None: `./hvdtrain.toml`."""
     if target is None:
         check_default_job()
         target = DEFAULT_JOB
@@ -54,7 +46,7 @@ def load_job(target: str | None) -> Job:
 
 
 def job_from_file(parsed: JobFile) -> Job:
-    """The job that a parsed `.toml` file describes; models and data are made when called."""
+    """The job of a parsed `.toml` file; models and data are made when called."""
     from hvdtrain.zoo import DATASETS, MODELS
     folder = parsed.path.parent
 
@@ -80,12 +72,20 @@ def _compile(model: Any, parsed: JobFile, folder: Path) -> Any:
                 f"{parsed.path}: the model compiles itself, so [compile] and [optimizer] would "
                 "be ignored. Take them out, or give [compile] a loss to compile it anew.")
         return model
-    optimizer = call(_optimizer_class(parsed.optimizer, folder), parsed.optimizer, "[optimizer]")
+    optimizers = {} if ":" in parsed.optimizer.name else {
+        name: cls for name, cls in vars(keras.optimizers).items()
+        if inspect.isclass(cls) and issubclass(cls, keras.optimizers.Optimizer)}
+    optimizer = call(resolve(parsed.optimizer, optimizers, "optimizer", folder),
+                     parsed.optimizer, "[optimizer]")
     try:
         loss = (resolve(Named(name=settings.loss), {}, "loss", folder) if ":" in settings.loss
                 else keras.losses.get(settings.loss))
         if settings.from_logits:
-            loss = _from_logits(settings.loss)
+            name = "".join(part.capitalize() for part in settings.loss.split("_"))
+            cls = getattr(keras.losses, name, None)
+            if cls is None or "from_logits" not in inspect.signature(cls).parameters:
+                raise ConfigError(f"from_logits does not go with the loss {settings.loss!r}.")
+            loss = cls(from_logits=True)
         model.compile(optimizer, loss, metrics=list(settings.metrics),
                       steps_per_execution=settings.steps_per_execution)
     except ValueError as error:
@@ -93,35 +93,14 @@ def _compile(model: Any, parsed: JobFile, folder: Path) -> Any:
     return model
 
 
-def _from_logits(loss: str) -> Any:
-    import keras
-    name = "".join(part.capitalize() for part in loss.split("_"))
-    cls = getattr(keras.losses, name, None)
-    if cls is None or "from_logits" not in inspect.signature(cls).parameters:
-        raise ConfigError(f"from_logits does not go with the loss {loss!r}.")
-    return cls(from_logits=True)
-
-
-def _optimizer_class(named: Named, folder: Path) -> Callable[..., Any]:
-    import keras
-    if ":" in named.name:
-        return resolve(named, {}, "optimizer", folder)
-    found = {n.lower(): c for n, c in vars(keras.optimizers).items()
-             if inspect.isclass(c) and issubclass(c, keras.optimizers.Optimizer)}
-    if named.name.lower() not in found:
-        raise ConfigError(f"Unknown optimizer {named.name!r}. Known: "
-                          f"{', '.join(sorted(c.__name__ for c in found.values()))}, or "
-                          "\"module:Class\".")
-    return found[named.name.lower()]
-
-
-def resolve(named: Named, registry: dict[str, str], kind: str, folder: Path) -> Callable[..., Any]:
-    """Find a function by name: in a registry, `module:function` or `file.py:function`.
-
-    Raises:
-        ConfigError: There is none; the known names are listed.
-    """
-    reference = registry.get(named.name, named.name)
+def resolve(named: Named, registry: Mapping[str, Any], kind: str, folder: Path
+            ) -> Callable[..., Any]:
+    """Find a function by name: in a registry, `module:function` or `file.py:function`."""
+    # The registry has such references, or functions.
+    known = {name.lower(): found for name, found in registry.items()}
+    reference = known.get(named.name.lower(), named.name)
+    if callable(reference):
+        return reference  # type: ignore[no-any-return]
     where, separator, attribute = reference.rpartition(":")
     if not separator:
         raise ConfigError(f"Unknown {kind} {named.name!r}. Known: "
@@ -144,9 +123,9 @@ def call(function: Callable[..., Any], named: Named, where: str) -> Any:
                           f"{parameters or 'no arguments'}.") from error
     try:
         return function(**named.arguments)
+    except ConfigError:
+        raise
     except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{where} {named.name}: {error}") from error
 
 
@@ -164,9 +143,7 @@ def _load_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     # Registered first, so that classes in it can be pickled and found by name.
     sys.modules[name] = module
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    _add_to_path(path.parent)
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
@@ -175,8 +152,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _import_module(name: str) -> ModuleType:
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    _add_to_path(Path.cwd())
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -187,3 +163,8 @@ def _import_module(name: str) -> ModuleType:
             "file or a module that can be imported from here.") from error
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{name!r} is neither a file nor a module name.") from error
+
+
+def _add_to_path(folder: Path) -> None:
+    if str(folder.resolve()) not in sys.path:
+        sys.path.insert(0, str(folder.resolve()))

@@ -1,8 +1,7 @@
-"""The error tree, what was found, what was expected, what to do; and all exit codes.
+"""The error classes, and all exit codes. A message: what was found, what was expected, what to do.
 
-Every error that a user can cause derives from `HvdtrainError`; the command line prints its
-message without a traceback and leaves with `exit_code`. Anything else is a bug and keeps its
-traceback.
+Every error that a user can cause derives from `HvdtrainError`; the command line prints its message
+without a traceback and exits with `exit_code`. Anything else is a bug and keeps its traceback.
 """
 
 from typing import TYPE_CHECKING
@@ -10,26 +9,26 @@ from typing import TYPE_CHECKING
 EXIT_RUN_FAILED = 1
 """An exception that hvdtrain does not know."""
 EXIT_USAGE = 2
-"""A mistake in what was typed, written or started; also that of the command line's parser."""
+"""A mistake in what was typed, written or started; also used by the command line's parser."""
 EXIT_MACHINE = 3
 EXIT_BUILD = 4
 EXIT_NOT_FINITE = 5
 EXIT_RANKS_DIFFER = 6
 EXIT_COLLECTIVE = 7
-"""No usable collective, or one that failed since another rank has gone."""
+"""No usable collective, or one that failed because another rank has gone."""
 EXIT_NOT_WRITTEN = 8
 """A file could not be written, as on a full disk."""
 EXIT_STOPPED = 75
-"""EX_TEMPFAIL of sysexits.h: stopped on request, to be submitted anew."""
+"""EX_TEMPFAIL of sysexits.h: stopped on request, to be submitted again."""
 EXIT_PARAMETERS_LOST = 86
-"""Between the processes of engine ps: the chief's asks to be started again, for a lost server."""
+"""Between processes of engine ps: the chief's asks to be restarted, for a lost server."""
 EXIT_TIME_OVER = 124
-"""As of `timeout`: a limit in seconds is over, that of the watchdog or of `launch --timeout`."""
+"""As of `timeout`: over a limit in seconds, that of the watchdog or of `launch --timeout`."""
 EXIT_NOT_STARTED = 127
-"""As of a shell: a program cannot be started. `launch/agent.py`, which is sent to other hosts
-alone, writes it out."""
+"""As of a shell: a program cannot be started. Repeated in `launch/agent.py`, which is sent to other
+hosts alone."""
 EXIT_SIGNALLED = 128
-"""And the number of the signal that ended a process."""
+"""Plus the number of the signal that ended a process."""
 EXIT_HOST_LOST = 255
 """As of ssh: the connection to a host was lost."""
 
@@ -39,7 +38,6 @@ class HvdtrainError(Exception):
 
     exit_code: int = EXIT_USAGE
     of_another_rank: bool = False
-    """Whether the failure of another rank is the cause."""
 
     # TensorFlow's autograph re-raises an error of this constructor as its own type, and any
     # other as a StagingError.
@@ -69,12 +67,18 @@ class CollectiveError(HvdtrainError, RuntimeError):
     exit_code: int = EXIT_COLLECTIVE
 
 
+class RankGoneError(CollectiveError):
+    """Another rank has ended while this one communicates with it."""
+
+    of_another_rank = True
+
+
 class OptimizerError(HvdtrainError, RuntimeError):
-    """An optimizer is not distributed, or Keras is not a version that is known."""
+    """An optimizer is not distributed, or the Keras version is not supported."""
 
 
 class TrainingError(HvdtrainError, RuntimeError):
-    """Training cannot go on."""
+    """Training cannot continue."""
 
 
 class ChiefFailedError(TrainingError):
@@ -85,7 +89,7 @@ class ChiefFailedError(TrainingError):
 
 
 class LeftEarlyError(TrainingError):
-    """A rank was about to leave with code 0 (`sys.exit()`) while the others go on."""
+    """A rank was about to exit with code 0 (`sys.exit()`) while the others continue."""
 
     exit_code: int = EXIT_RUN_FAILED
 
@@ -130,9 +134,7 @@ class RunFailedError(HvdtrainError, RuntimeError):
         super().__init__(message)
         self.exit_code = code
         self.rank = rank
-        """The rank that failed first; None where none did."""
         self.traceback = traceback
-        """Its traceback, as text."""
 
 
 class BuildError(HvdtrainError, RuntimeError):
@@ -148,4 +150,4 @@ class MachineError(HvdtrainError, RuntimeError):
 
 
 class MissingExtraError(HvdtrainError, ImportError):
-    """An optional package is not installed; the message names the extra that brings it."""
+    """An optional package is not installed; the message names the extra that contains it."""

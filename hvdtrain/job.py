@@ -1,30 +1,7 @@
-"""Jobs: what to train. A job file (`.toml`) is parsed here, without TensorFlow.
+"""Jobs: what to train; docs/jobs.md has one of each kind.
 
-A *job file* names a model, data, optimizer, loss and settings:
-
-    [model]
-    name = "digits_mlp"            # a name of hvdtrain.zoo, "module:function" or "file.py:function"
-    hidden = 128                   # any other key is an argument of that function
-
-    [data]
-    name = "digits"
-
-    [optimizer]
-    name = "Adam"                  # a class of keras.optimizers, or "module:Class"
-    learning_rate = 1e-3
-
-    [compile]
-    loss = "sparse_categorical_crossentropy"
-    metrics = ["accuracy"]
-
-    [train]                        # fields of hvdtrain.TrainConfig
-    batch_per_rank = 32
-    epochs = 10
-
-    [ps]                           # fields of PsConfig, for engine = "ps" in [train]
-    servers = 2
-
-A *Python job* is a module with a function `job()` that returns a `Job`.
+A *job file* (`.toml`) names a model, data, optimizer, loss and settings. It is parsed here, without
+TensorFlow. A *Python job* is a module with a function `job()` that returns a `Job`.
 """
 
 from __future__ import annotations
@@ -40,6 +17,13 @@ from hvdtrain.engine_config import PsConfig, TfConfig
 from hvdtrain.errors import ConfigError
 from hvdtrain.settings import check, from_mapping, setting, settings_in, settings_of
 
+DEFAULT_JOB = "hvdtrain.toml"
+SHORT_JOB_VARIABLE = "HVDTRAIN_SHORT_JOB"  # what `bench.short_job` is told
+DEFAULT_OPTIMIZER = "Adam"
+_DEFAULT_OUTPUT = Path("runs")
+_ENGINE_TABLES = {"ps": PsConfig, "tf": TfConfig}
+_TABLES = ("model", "data", "optimizer", "compile", "train", *_ENGINE_TABLES)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -47,17 +31,20 @@ class Job:
 
     The functions are called after the rank's GPU is pinned and the seeds are set, so that
     importing the job's module must not run TensorFlow operations.
+
+    Args:
+        name: Used for the default output folder.
+        model: Returns a compiled `keras.Model` with an ordinary Keras optimizer.
+        data: Returns a `DataSplits`, or arrays `(x, y)` to train on.
+        config: A `TrainConfig`.
+        callbacks: Returns Keras callbacks, called on every rank.
     """
 
     name: str
-    """Used for the default output folder."""
     model: Callable[[], Any]
-    """Returns a compiled `keras.Model` with an ordinary Keras optimizer."""
     data: Callable[[], Any]
-    """Returns a `DataSplits`, or arrays `(x, y)` to train on."""
     config: TrainConfig = field(default_factory=TrainConfig)
     callbacks: Callable[[], Sequence[Any]] = list
-    """Returns Keras callbacks, called on every rank."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, TrainConfig):
@@ -105,19 +92,16 @@ class JobFile:
     train: TrainConfig
 
 
-DEFAULT_OPTIMIZER = "Adam"
-DEFAULT_JOB = "hvdtrain.toml"
-"""The job file of the current folder, for a command that names none."""
-_TABLES = ("model", "data", "optimizer", "compile", "train", "ps", "tf")
-_ENGINE_TABLES = {"ps": PsConfig, "tf": TfConfig}
+def with_default_output(job: Job, changes: dict[str, Any]) -> TrainConfig:
+    """The job's settings with the command line's changes; output defaults to `runs/<job>`."""
+    refuse_in_job(changes)
+    if job.config.output is None:
+        changes = {"output": _DEFAULT_OUTPUT / job.name, **changes}
+    return job.config.with_options(changes)
 
 
 def refuse_in_job(names: Iterable[str]) -> None:
-    """Refuse settings that only scripts have.
-
-    Raises:
-        ConfigError: One of these names is such a setting.
-    """
+    """Refuse settings that only scripts have."""
     known = settings_in(TrainConfig)
     for name in names:
         if name in known and known[name].script_only:
@@ -125,11 +109,7 @@ def refuse_in_job(names: Iterable[str]) -> None:
 
 
 def check_default_job() -> None:
-    """Refuse a command without a job in a folder that has none.
-
-    Raises:
-        ConfigError: There is no `hvdtrain.toml`.
-    """
+    """Refuse a command without a job in a folder that has no default job file."""
     if not Path(DEFAULT_JOB).is_file():
         raise ConfigError(f"No job is named, and there is no {DEFAULT_JOB} in {Path.cwd()}. Name "
                           "one (hvdtrain fit JOB: a .toml file, a .py file or a module), or "
@@ -137,11 +117,7 @@ def check_default_job() -> None:
 
 
 def read_job_file(path: Path) -> JobFile:
-    """Read and check a `.toml` job. Needs no TensorFlow.
-
-    Raises:
-        ConfigError: The file is missing or malformed, or a table, key or type is wrong.
-    """
+    """Read and check a `.toml` job without TensorFlow; ConfigError where anything is wrong."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -155,32 +131,25 @@ def read_job_file(path: Path) -> JobFile:
     if unknown:
         raise ConfigError(f"{path}: unknown table or key {', '.join(map(repr, unknown))}. "
                           f"Valid tables: {', '.join(f'[{t}]' for t in _TABLES)}.")
-    for name in tables:
-        if not isinstance(tables[name], dict):
+    for name, values in tables.items():
+        if not isinstance(values, dict):
             raise ConfigError(f"{path}: {name} must be a table, written [{name}]. "
-                              f"Received: {name} = {tables[name]!r}")
-    refuse_in_job(tables.get("train", {}))
-    compile_table = dict(tables.get("compile", {}))
-    if isinstance(compile_table.get("metrics"), list):
-        compile_table["metrics"] = tuple(compile_table["metrics"])
-    return JobFile(
-        path=path,
-        model=_named(path, tables, "model"),
-        data=_named(path, tables, "data"),
-        optimizer=_named(path, tables, "optimizer", default=DEFAULT_OPTIMIZER),
-        compile=from_mapping(CompileConfig, compile_table, where=f"{path}, [compile]"),
-        train=from_mapping(TrainConfig, tables.get("train", {}) | _engine_tables(path, tables),
-                           where=f"{path}, [train]"))
-
-
-def _engine_tables(path: Path, tables: dict[str, Any]) -> dict[str, Any]:
-    """The settings of engines, each of which has a table of its own."""
-    misplaced = sorted(set(tables.get("train", {})) & set(_ENGINE_TABLES))
+                              f"Received: {name} = {values!r}")
+    train, compiled = (dict(tables.get(name, {})) for name in ("train", "compile"))
+    refuse_in_job(train)
+    misplaced = sorted(set(train) & set(_ENGINE_TABLES))
     if misplaced:
         raise ConfigError(f"{path}: [train.{misplaced[0]}] is a table of its own. Write "
                           f"[{misplaced[0]}].")
-    return {name: from_mapping(cls, tables.get(name, {}), where=f"{path}, [{name}]")
-            for name, cls in _ENGINE_TABLES.items()}
+    train |= {name: from_mapping(cls, tables.get(name, {}), where=f"{path}, [{name}]")
+              for name, cls in _ENGINE_TABLES.items()}
+    if isinstance(compiled.get("metrics"), list):
+        compiled["metrics"] = tuple(compiled["metrics"])
+    return JobFile(
+        path=path, model=_named(path, tables, "model"), data=_named(path, tables, "data"),
+        optimizer=_named(path, tables, "optimizer", default=DEFAULT_OPTIMIZER),
+        compile=from_mapping(CompileConfig, compiled, where=f"{path}, [compile]"),
+        train=from_mapping(TrainConfig, train, where=f"{path}, [train]"))
 
 
 def _named(path: Path, tables: dict[str, Any], table: str, default: str | None = None) -> Named:

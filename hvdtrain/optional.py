@@ -23,15 +23,7 @@ HOW_TO_GET = {
 
 
 def require(name: str, purpose: str) -> ModuleType:
-    """Import an optional module.
-
-    Args:
-        name: String, the module's import name, e.g. `"sklearn.datasets"`.
-        purpose: String, what it is needed for, as the end of "is needed for ...".
-
-    Raises:
-        MissingExtraError: The module is not installed.
-    """
+    """Import an optional module, or MissingExtraError: `purpose` ends "is needed for ..."."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

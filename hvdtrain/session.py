@@ -1,8 +1,4 @@
-"""`init`: from a bare process to a rank that has met the others.
-
-Order: who am I (world), what can carry bytes (collective choice), my devices, meet the others,
-compare what was promised with what was found, start the watchdog.
-"""
+"""`init`: detects the world, chooses the collective, pins devices and meets the other ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import log
-from hvdtrain.collectives import current as default_collective
+from hvdtrain.collectives import Choice, choose, create, use
 from hvdtrain.collectives.base import Collective
-from hvdtrain.collectives.select import Choice, choose, create
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import ConfigError, LeftEarlyError, WorldError
 from hvdtrain.horovod_check import check_horovod
 from hvdtrain.optional import require
+from hvdtrain.rendezvous.barrier import rendezvous_barrier
+from hvdtrain.rendezvous.bootstrap import bootstrap
 from hvdtrain.runtime.guard import ScriptGuard
 from hvdtrain.runtime.progress import IDLE, Progress
 from hvdtrain.runtime.watchdog import Watchdog, start_watchdog
@@ -30,27 +27,22 @@ from hvdtrain.world.detect import detect_world
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """This process as a rank among others."""
+    """This process as a rank among others; `devices` is a `train.devices.DevicePlan`."""
 
     world: World
     collective: Collective
     choice: Choice
     devices: Any
-    """A `train.devices.DevicePlan`."""
     progress: Progress = field(default_factory=Progress)
-    """How far this rank has come, for the watchdog."""
     watchdog: Watchdog | None = None
     asked_collective: str = "auto"
-    """What `init` was asked for."""
     timeline: Path | None = None
-    """The file that Horovod's timeline goes to."""
     guard: ScriptGuard | None = None
     shown: list[str] = field(default_factory=list)
-    """The plan that was printed last."""
 
     @contextmanager
     def watched(self, hang_timeout_s: float) -> Iterator[None]:
-        """A training, with a limit of its own for the watchdog. All ranks."""
+        """A training, with its own limit for the watchdog. All ranks."""
         if self.watchdog is not None:
             self.watchdog.settings.hang_timeout_s = hang_timeout_s
         try:
@@ -72,20 +64,20 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
          environ: MutableMapping[str, str] | None = None) -> Session:
     """Find out which rank this process is, pin its devices and meet the others. All ranks.
 
-    Call it before the first TensorFlow operation. A second call returns the same session. From
-    then on an error that nobody catches ends this rank at once, and is reported to the launcher.
-    Where the random generators of Python, NumPy and TensorFlow differ between the ranks, they are
-    seeded alike: a shuffle without a seed gives one order. Keras' own `model.fit` is refused where
-    each rank would train alone.
+    Call it before the first TensorFlow operation. A second call returns the same session. From then
+    on an uncaught error ends this rank at once, and is reported to the launcher. Where the random
+    generators of Python, NumPy and TensorFlow differ between the ranks, they are seeded alike: a
+    shuffle without a seed gives one order. Keras' own `model.fit` is refused where each rank would
+    train alone.
 
     Args:
-        collective: String, `"auto"`, `"horovod-gloo"`, `"horovod-mpi"`, `"mpi4py"` or `"single"`.
+        collective: String, `"auto"`, or a name of `config.COLLECTIVES` such as `"horovod-gloo"`.
         hang_timeout_s: Float, how long a rank may hang or be silent; `fit` sets that of its
             `TrainConfig`. 0: no watchdog. Defaults to 300.
-        timeline: Path of a file that Horovod writes on the chief: when each collective began
-            and ended, for `chrome://tracing` or Perfetto.
-        environ: Mapping; defaults to the process environment. `HOROVOD_*` variables are added
-            to it where no starter prepared a rendezvous.
+        timeline: Path of a file in which Horovod writes on the chief when each collective began and
+            ended, for `chrome://tracing` or Perfetto.
+        environ: Mapping; defaults to the process environment. `HOROVOD_*` variables are added to it
+            where no starter prepared a rendezvous.
 
     Returns:
         The `Session`: world, collective and device plan.
@@ -93,7 +85,7 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
     Raises:
         ConfigError: `hang_timeout_s` is out of range, or `timeline` needs Horovod.
         WorldError: The processes do not form the group that was promised.
-        CollectiveError: Nothing usable carries bytes between the ranks.
+        CollectiveError: No collective is usable.
         DeviceError: More ranks on this host than GPUs.
     """
     if _current:
@@ -101,29 +93,27 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
     env = os.environ if environ is None else environ
     guard = ScriptGuard(env)
     guard.install()
-    asked = TrainConfig(collective=collective, hang_timeout_s=hang_timeout_s,  # type: ignore[arg-type]
+    asked = TrainConfig(collective=collective, hang_timeout_s=hang_timeout_s,
                         timeline=timeline).as_launched(env)
     collective, hang_timeout_s, timeline = asked.collective, asked.hang_timeout_s, asked.timeline
     world = guard.world = detect_world(env)
     log.configure(log.rank_prefix(world.rank, world.size, world.host))
-    choice = choose(collective, world, check_horovod())
+    choice = choose(collective, world, check_horovod(),
+                    among="horovod" * (timeline is not None and world.size > 1))
     require("tensorflow", "training")
     require("keras", "training")
     from hvdtrain.train import devices
     plan = devices.pin(world, env)
-    if choice.name == "horovod-gloo" and world.rendezvous == "bootstrap":
-        from hvdtrain.runtime.bootstrap import bootstrap
-        env.update(bootstrap(world, env))
     if choice.name == "horovod-gloo":
+        env.update(bootstrap(world, env))
         # Gloo's own limit of 30 s also bounds how much later the slowest rank may start.
-        from hvdtrain.runtime.meet import meet
-        meet(world, env)
+        rendezvous_barrier(world, env)
     if timeline is not None:
         _write_timeline(timeline, choice, env)
     if plan.crowded and world.starter == "openmpi":
         # Else ranks that wait take the cores from those that compute: 12 times slower.
         env.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    made = create(choice)
+    made = create(choice, world, env)
     compare_with_promise(world, made)
     made.one_host = world.local_size == world.size
     progress = Progress()
@@ -134,28 +124,23 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
                                 hang_timeout_s=hang_timeout_s, environ=env),
         asked_collective=collective, timeline=timeline)
     _current.append(session)
-    default_collective.use(made)
+    use(made)
     if world.size > 1:
         _prepare_keras(made)
     return session
 
 
 def _prepare_keras(collective: Collective) -> None:
-    """Seed the ranks alike, and look at calls of Keras' own `fit` and `save_model`."""
-    from hvdtrain.train.distribute import watch_saving
-    from hvdtrain.train.plain_fit import watch_plain_fit
-    from hvdtrain.train.seeds import agree_on_seeds
+    """Seed the ranks alike, and watch calls of Keras' own `fit` and `save_model`."""
+    from hvdtrain.train.distribute import watch_keras
+    from hvdtrain.train.own_loop import agree_on_seeds
     agree_on_seeds(collective)
-    _at_shutdown.append(watch_plain_fit(collective))
-    _at_shutdown.append(watch_saving())
+    _at_shutdown.append(watch_keras(collective))
 
 
 def session_for(config: TrainConfig) -> Session:
-    """The session of a training that a script begins: that of `init`, or a new one. All ranks.
-
-    Raises:
-        ConfigError: A setting is of another engine, or `init` was called with another one.
-    """
+    """The session of a script's training: that of `init`, or a new one. All ranks."""
+    # ConfigError where a setting is for another engine, or `init` was called with another value.
     if config.engine != "allreduce":
         raise ConfigError(
             f"engine={config.engine!r} cannot be used by hvdtrain.fit in a script, which trains "
@@ -186,7 +171,7 @@ def _write_timeline(path: Path, choice: Choice, env: MutableMapping[str, str]) -
 
 
 def shutdown() -> None:
-    """Close the collective. All ranks; for scripts and tests that go on afterwards."""
+    """Close the collective. All ranks; for scripts and tests that continue afterwards."""
     if _current:
         session = _current.pop()
         while _at_shutdown:
@@ -196,15 +181,11 @@ def shutdown() -> None:
         session.collective.close()
         if session.guard is not None:
             session.guard.uninstall()
-        default_collective.use(None)
+        use(None)
 
 
 def compare_with_promise(world: World, collective: Collective) -> None:
-    """Stop a rank that was promised to be one of N and finds itself elsewhere.
-
-    Raises:
-        WorldError: Size or rank differ; says which mix of starter and library causes it.
-    """
+    """WorldError, with its cause, where a rank that was promised to be one of N is not."""
     if collective.size == world.size and collective.rank == world.rank:
         return
     if collective.size == 1 and world.size > 1:

@@ -1,12 +1,13 @@
-"""Files that are whole or not there: written under a temporary name, synchronized, renamed.
+"""Files that are whole or absent: written under a temporary name, synchronized, renamed.
 
-The temporary name tells who writes it, so that what a killed writer has left can be removed, and
-what another host is writing stays.
+The temporary name contains its writer: what a killed writer has left can be removed, and what
+another host is writing stays.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -15,22 +16,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from hvdtrain.log import get_logger
+
 _WRITER = re.compile(r"\.tmp-(?:(?P<host>.+)-)?(?P<pid>\d+)(?:\.[^.]*)?$")
 _OLD_FILE_S, _OLD_FOLDER_S = 3600.0, 86400.0
-"""What another host has not touched for so long is of a killed writer. The time of a folder does
-not change with what is written below it."""
+"""Older files of other hosts are from killed writers. Writing below a folder does not change its
+time."""
 _CANNOT_SYNCHRONIZE = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 
 
 @contextmanager
 def whole_file(path: Path, *, suffix: str | None = None) -> Iterator[Path]:
-    """Give a name beside `path` to write a file or folder to, which becomes `path` at the end.
+    """Yield a name beside `path` to write a file or folder to, which becomes `path` at the end.
 
-    After an error nothing is left, and a former `path` is as it was. The folder must exist.
-
-    Args:
-        path: What is to be made.
-        suffix: String, the end of the name; defaults to that of `path`.
+    After an error nothing is left, and a former `path` is unchanged. The folder must exist.
     """
     temporary = path.with_name(f".{path.name}.tmp-{_place()}-{os.getpid()}"
                                f"{path.suffix if suffix is None else suffix}")
@@ -48,39 +47,39 @@ def whole_file(path: Path, *, suffix: str | None = None) -> Iterator[Path]:
         _remove(temporary)
 
 
-def remove_leftovers(folder: Path, name: str = "*", *, locked: bool = False) -> None:
-    """Remove what killed writers have left: those of this host, and what is old of others.
+def acquire(lock: int, holder: str) -> None:
+    """Lock an open file for this process, saying that it waits for `holder` if it must."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        get_logger().info("%s; waiting for it", holder)
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
-    Args:
-        folder: Where `whole_file` was used; it need not exist.
-        name: String, a pattern of `fnmatch` for the names of the files.
-        locked: Boolean, whether the caller holds a lock that every writer of this host holds while
-            it writes. A killed one lets go of it a moment before it is seen to have ended.
+
+def remove_leftovers(folder: Path, name: str = "*", *, locked: bool = False) -> None:
+    """Remove what killed writers have left: those of this host, and old files of others.
+
+    `name` is a pattern of `fnmatch`. `locked`: the caller holds a lock that every writer of this
+    host holds while it writes; a killed one releases it a moment before it is seen to have ended.
     """
     for path in folder.glob(f".{name}.tmp-*"):
+        writer = _WRITER.search(path.name)
         with suppress(OSError):
-            if _is_left_over(path, locked=locked):
+            is_old = time.time() - path.stat().st_mtime > (
+                _OLD_FOLDER_S if path.is_dir() else _OLD_FILE_S)
+            if writer and (is_old or writer["host"] == _place()
+                           and (locked or not _runs(writer["pid"]))):
                 _remove(path)
 
 
 def _place() -> str:
-    """This host, and the process numbers that count here: those of containers are their own."""
+    """This host, and the namespace of its process numbers: containers have their own."""
     numbers = os.stat("/proc/self/ns/pid").st_ino
     return f"{os.uname().nodename}-{numbers}"
 
 
-def _is_left_over(path: Path, *, locked: bool) -> bool:
-    writer = _WRITER.search(path.name)
-    if writer is None:
-        return False
-    if writer["host"] == _place() and (locked or not _runs(writer["pid"])):
-        return True
-    limit_s = _OLD_FOLDER_S if path.is_dir() else _OLD_FILE_S
-    return time.time() - path.stat().st_mtime > limit_s
-
-
 def _runs(pid: str) -> bool:
-    """Whether a process is there that has not ended, though nobody may have waited for it."""
+    """Whether a process exists that has not ended, even if nobody has waited for it."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"

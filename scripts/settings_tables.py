@@ -7,7 +7,8 @@ import re
 import typing
 from pathlib import Path
 
-from hvdtrain.cli.settings import SETTINGS, words_of
+from hvdtrain.cli.settings import SETTINGS
+from hvdtrain.cli.words import words_of
 from hvdtrain.job import CompileConfig
 from hvdtrain.settings import fields_of
 
@@ -31,7 +32,8 @@ def options_of(one):
 
 def meaning_of(one):
     choices = [c for c in typing.get_args(one.hint) if isinstance(c, str)]
-    if not all(f"`{choice}`" in one.text for choice in choices):
+    in_text = one.see.endswith("#collectives") or all(f"`{c}`" in one.text for c in choices)
+    if not in_text:
         return f"{one.text} One of {', '.join(f'`{json.dumps(c)}`' for c in choices)}.{see(one)}"
     return one.text + see(one)
 

@@ -10,6 +10,6 @@ MPICH = Mpirun(path="/opt/mpich/bin/mpirun", flavour="mpich", version="5.0.2")
 def facts(**changes: object) -> LaunchFacts:
     values: dict[str, object] = {
         "horovod_ok": True, "horovod_gloo": True, "horovod_mpi_kind": "openmpi",
-        "mpirun": OPENMPI_5, "cores": 8, "is_root": False, "python": "/opt/venv/bin/python",
+        "mpirun": OPENMPI_5, "cores": 8, "is_root": False,
         "scripts_dir": "/opt/venv/bin", "hostname": "hosta"}
     return LaunchFacts(**(values | changes))  # type: ignore[arg-type]

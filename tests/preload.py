@@ -12,14 +12,14 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from hvdtrain.preload import client
 from hvdtrain.preload.client import SOCKET_VARIABLE, Preloader
 from hvdtrain.preload.server import DEFAULT_MODULES, server_command
 
+STAND_IN = (sys.executable, "-IS", str(Path(__file__).with_name("stand_in.py")))
 STARTERS = ("HOROVOD_", "OMPI_", "PMI", "SLURM_", "HVDTRAIN_", "TF_CONFIG")
 _MODULES = (*DEFAULT_MODULES, "pytest", "sklearn.datasets", "sklearn.model_selection",
             "hvdtrain.zoo.datasets", "hvdtrain.zoo.models", "hvdtrain.optim",
-            "hvdtrain.engines.parameter_server.chief", "hvdtrain.engines.tf_distribute.engine")
+            "hvdtrain.engines.parameter_server.chief", "hvdtrain.engines.tf_distribute.training")
 #: They count at import, so they are those of every test that uses the preloaded process.
 _SHARED = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3",
            "LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH", "")}
@@ -45,7 +45,7 @@ def environment() -> dict[str, str]:
 
 def forked(*command: object) -> list[str]:
     """A Python command in a fork; it needs `environment()`."""
-    return [sys.executable, "-IS", str(Path(client.__file__)), *map(str, command)]
+    return [*STAND_IN, *map(str, command)]
 
 
 def refusals(text: str) -> list[str]:

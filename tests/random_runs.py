@@ -278,7 +278,7 @@ def train_ranks(case: Case, keras, session, data, held, folder: Path):
     """Weights and figures of all ranks, stopped and resumed as the case says."""
     import hvdtrain
     from hvdtrain.data.source import as_source
-    from hvdtrain.train.callbacks.coordinator import StoppedError
+    from hvdtrain.train.coordinator import StoppedError
     figures: dict = {}
     for number, stop in enumerate([*case.stops, None]):
         model = model_of(case, keras, distributed=True)
@@ -313,7 +313,7 @@ def train_ranks(case: Case, keras, session, data, held, folder: Path):
 
 def difference(case: Case, keras, session, folder: Path) -> tuple[float, str]:
     """The largest difference between the two ways, and where. All ranks; known on all."""
-    from hvdtrain.data.shard import ShardPlan
+    from hvdtrain.data.plans import ShardPlan
     data = arrays_of(case, case.samples, 0)
     held = arrays_of(case, case.held, 1) if case.held else None
     plan = ShardPlan(samples=case.samples, rank=0, size=case.ranks, batch_per_rank=BATCH,

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.collective_names import COLLECTIVES
 from tests import preload
 
 RESULTS_VARIABLE = "HVDTRAIN_TEST_RESULTS"
@@ -128,7 +129,7 @@ class RankLauncher:
 def run_group(key, tests, root):
     """Run `tests` on `n` ranks; returns {test: (outcome, text, seconds)}."""
     _, n, collective = key
-    starter = "native" if collective == "horovod-gloo" else "mpirun"
+    starter = "mpirun" if COLLECTIVES[collective].needs_mpi else "native"
     with tempfile.TemporaryDirectory(prefix="hvdtrain-ranks-") as folder:
         program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
         command = [

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import log
-from hvdtrain.runtime.exchange import exchange
+from hvdtrain.rendezvous.barrier import exchange, rendezvous_barrier
+from hvdtrain.rendezvous.client import RendezvousClient
 from hvdtrain.runtime.guard import install
-from hvdtrain.runtime.meet import meet
 from hvdtrain.runtime.progress import Progress
-from hvdtrain.runtime.store import Store
 from hvdtrain.runtime.watchdog import start_watchdog
 from hvdtrain.world import World, detect_world
 from tests.cluster.light_rank import horovod
@@ -35,7 +34,7 @@ class Gathering:
         self._world, self._number = world, 0
 
     def __call__(self, value: Any) -> list[Any]:
-        store = Store.of(os.environ, f"hvdtrain.test.{self._number // 100}")
+        store = RendezvousClient.of(os.environ, f"hvdtrain.test.{self._number // 100}")
         assert store is not None
         texts = exchange(store, self._world, f"gather.{self._number}", json.dumps(value),
                          timeout_s=HANG_S)
@@ -49,7 +48,7 @@ def main() -> None:
     log.configure(log.rank_prefix(world.rank, world.size, world.host))
     gather, progress, step = Gathering(world), Progress(), 0
     with install(world, os.environ):
-        meet(world, os.environ, timeout_s=HANG_S)
+        rendezvous_barrier(world, os.environ, timeout_s=HANG_S)
         hvd = horovod()
         hvd.init()
         start_watchdog(world, progress, gather, hang_timeout_s=HANG_S, environ=os.environ)

@@ -1,5 +1,4 @@
-"""`hvdtrain compare`: one job under several engines, measured alike and set beside arithmetic.
+"""`hvdtrain compare`: measures engines in turn, and compares that with computed bytes and times.
 
-`options` what is asked; `plan` every run as a value; `runner` runs one; `measure` reads what it
-left; `summary` puts rounds together; `report` and its neighbours show them.
+`compare.py` loads no TensorFlow; the runs are processes as users start them.
 """

@@ -1,60 +1,35 @@
-"""Program: builds a job once, as a rank does, and prints what must be known to compare.
+"""Program: builds a job once, as a rank does, and prints the figures that a comparison needs.
 
-Started by `probe.py` with `python -m`; it loads TensorFlow, which `compare` itself does not.
+Started by `compare.py` with `python -m`, since it loads TensorFlow.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-from typing import Any
 
 from hvdtrain.entry import load_job
 from hvdtrain.errors import HvdtrainError
-
-MARK = "HVDTRAIN-JOB "
-_FLOAT32_BYTES = 4
-
-
-def look(target: str) -> dict[str, Any]:
-    """Build a job's data and model.
-
-    Args:
-        target: String, the job as typed.
-
-    Returns:
-        `parameters` and `parameter_bytes` (of all trainable ones, as float32), `samples`,
-        `batch_per_rank`, `epochs`.
-    """
-    import keras
-    import numpy as np
-    import tensorflow as tf
-
-    from hvdtrain.data.source import ArraySource, DataSplits
-    job = load_job(target)
-    keras.utils.set_random_seed(job.config.seed or 0)
-    data = job.data()
-    train = data.train if isinstance(data, DataSplits) else data
-    source = train if hasattr(train, "read") else ArraySource(train, name="train")
-    model = job.model()
-    if not model.built:
-        sample = source.read(np.zeros(1, np.int64))
-        inputs = sample[0] if isinstance(sample, tuple) else sample
-        model(tf.nest.map_structure(tf.convert_to_tensor, inputs))
-    parameters = sum(math.prod(variable.shape) for variable in model.trainable_variables)
-    return {"parameters": parameters, "parameter_bytes": parameters * _FLOAT32_BYTES,
-            "samples": len(source), "batch_per_rank": job.config.rank_batch(1),
-            "epochs": job.config.epochs}
+from hvdtrain.process import print_answer
 
 
 def main() -> None:
-    """Print one line of JSON."""
+    """Print one line of JSON; parameters are the trainable ones, as float32."""
+    import keras
+
+    from hvdtrain.data.source import one_sample, splits_of
+    from hvdtrain.train.plan import build_model
     try:
-        found = look(sys.argv[1])
+        job = load_job(sys.argv[1])
+        keras.utils.set_random_seed(job.config.seed or 0)
+        train, model = splits_of(job.data()).train, job.model()
+        build_model(model, lambda: one_sample(train))
+        parameters = sum(math.prod(variable.shape) for variable in model.trainable_variables)
+        print_answer({"parameters": parameters, "parameter_bytes": 4 * parameters,
+                      "samples": len(train), "batch_per_rank": job.config.rank_batch(1),
+                      "epochs": job.config.epochs})
     except HvdtrainError as error:
         sys.exit(f"hvdtrain: {error}")
-    print(MARK + json.dumps(found), flush=True)  # noqa: T201 - the answer
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""One rank of the self-test, started by path in the target environment: values, not only codes.
+"""One rank of the self-test, started by path in the target environment; checks values.
 
-Not imported by the package. Prints one line `SELF-TEST OK ...` on rank 0; any wrong value ends it
-with an exception.
+Not imported by the package. Rank 0 prints one line `SELF-TEST OK ...`; a wrong value ends it.
 """
 
 from __future__ import annotations
@@ -11,22 +10,10 @@ from typing import Any
 
 
 def check(what: str, found: Any, expected: list[float]) -> None:
-    """Compare a result with what it must be."""
+    """Exit with the difference if a result is wrong."""
     values = [round(float(value), 4) for value in found.numpy().ravel().tolist()]
     if values != expected:
         raise SystemExit(f"self-test: {what} gave {values}, but must give {expected}")
-
-
-def check_collectives(tf: Any, hvd: Any, rank: int) -> None:
-    """Sum, average, half precision, broadcast and gathering of unequal parts."""
-    mine = tf.Variable([float(rank + 1)] * 3)
-    check("sum", hvd.allreduce(mine.read_value(), op=hvd.Sum, name="sum"), [3.0] * 3)
-    check("average", hvd.allreduce(mine.read_value(), op=hvd.Average, name="avg"), [1.5] * 3)
-    half = tf.cast(mine, tf.float16)
-    check("fp16 sum", hvd.allreduce(half, op=hvd.Sum, name="half"), [3.0] * 3)
-    check("broadcast", hvd.broadcast(mine.read_value(), root_rank=1, name="bc"), [2.0] * 3)
-    part = tf.fill([rank + 1, 1], rank)
-    check("uneven allgather", hvd.allgather(part, name="gather"), [0.0, 1.0, 1.0])
 
 
 def check_fused(tf: Any, hvd: Any, rank: int) -> None:
@@ -43,15 +30,6 @@ def check_fused(tf: Any, hvd: Any, rank: int) -> None:
             check(f"grouped average {index}", result, [(index + 1) / 2] * (index + 1))
 
 
-def device(tf: Any, local_rank: int) -> str:
-    """A GPU of this rank's own if there are two, else the CPU."""
-    gpus = tf.config.list_physical_devices("GPU")
-    if len(gpus) < 2:
-        return "/CPU:0"
-    tf.config.set_visible_devices(gpus[local_rank], "GPU")
-    return "/GPU:0"
-
-
 def main() -> None:
     """Run all checks on this rank."""
     import horovod.tensorflow as hvd
@@ -60,11 +38,21 @@ def main() -> None:
     hvd.init()
     if hvd.size() != 2:
         raise SystemExit(f"self-test: the world has {hvd.size()} ranks, but must have 2")
-    where = device(tf, hvd.local_rank())
+    rank, where, gpus = hvd.rank(), "/CPU:0", tf.config.list_physical_devices("GPU")
+    if len(gpus) > 1:  # one for each rank
+        where = "/GPU:0"
+        tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
     with tf.device(where):
-        check_collectives(tf, hvd, hvd.rank())
-        check_fused(tf, hvd, hvd.rank())
-    if hvd.rank() == 0:
+        mine = tf.constant([float(rank + 1)] * 3)
+        check("sum", hvd.allreduce(mine, op=hvd.Sum, name="sum"), [3.0] * 3)
+        check("average", hvd.allreduce(mine, op=hvd.Average, name="avg"), [1.5] * 3)
+        half = tf.cast(mine, tf.float16)
+        check("fp16 sum", hvd.allreduce(half, op=hvd.Sum, name="half"), [3.0] * 3)
+        check("broadcast", hvd.broadcast(mine, root_rank=1, name="bc"), [2.0] * 3)
+        part = tf.fill([rank + 1, 1], rank)
+        check("uneven allgather", hvd.allgather(part, name="gather"), [0.0, 1.0, 1.0])
+        check_fused(tf, hvd, rank)
+    if rank == 0:
         print(f"SELF-TEST OK TensorFlow {tf.__version__} on {where}", flush=True)  # noqa: T201
     hvd.shutdown()
 

@@ -1,4 +1,4 @@
-"""Options of a command that are settings: made of what is said of them beside their fields."""
+"""Options that are settings, made from the fields' own descriptions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from hvdtrain.config import COLLECTIVE_VARIABLE, GROUPS, SETTINGS_VARIABLE, TrainConfig
+from hvdtrain.cli.words import given_of, words_of
+from hvdtrain.collective_names import COLLECTIVE_VARIABLE
+from hvdtrain.config import GROUPS, SETTINGS_VARIABLE, TrainConfig
 from hvdtrain.errors import ConfigError
-from hvdtrain.launch.rank_command import RankCommand
+from hvdtrain.launch.options import RankCommand
 from hvdtrain.settings import Setting, from_text, settings_in
 
 SETTINGS = dict(sorted(settings_in(TrainConfig).items(), key=lambda at: GROUPS.index(at[1].group)))
-"""All of them by name, in the order in which they are shown."""
+"""In the order in which they are shown."""
 
 Set = Annotated[list[str] | None, typer.Option(
     "--set", metavar="NAME=VALUE", help="A setting of TrainConfig for a script, as in "
@@ -26,7 +28,7 @@ Set = Annotated[list[str] | None, typer.Option(
 
 
 class GroupedCommand(TyperCommand):
-    """Shows its options under the headings of their groups."""
+    """Shows its options by group."""
 
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         """Write a section for each group."""
@@ -42,15 +44,8 @@ class GroupedCommand(TyperCommand):
                 formatter.write_dl(records)
 
 
-def words_of(one: Setting) -> tuple[str, ...]:
-    """The names of a setting's option, as typer takes them."""
-    word = "--" + one.name.removesuffix("_s").replace(".", "-").replace("_", "-")
-    is_flag = one.hint in (bool, bool | None)
-    return tuple((one.option or (f"{word}/--no-{word[2:]}" if is_flag else word)).split(","))
-
-
 def with_settings(settings: Iterable[Setting]) -> Callable[[Callable[..., None]], Any]:
-    """Give a command options for settings: its parameter `given` gets what was typed, by name."""
+    """Give a command options for settings; its parameter `given` gets those typed, by name."""
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def run(**typed: Any) -> None:
             command(given=given_of(settings, typed), **{
@@ -67,29 +62,13 @@ def with_settings(settings: Iterable[Setting]) -> Callable[[Callable[..., None]]
     return decorate
 
 
-def given_of(settings: Iterable[Setting], typed: dict[str, Any]) -> dict[str, Any]:
-    """What was typed of these settings, among the parameters of a command line."""
-    found = {}
-    for one in settings:
-        value = typed.get(_parameter(one))
-        if value and one.commas:
-            value = [word.strip() for word in ",".join(value).split(",")]
-        if value not in (None, []):
-            found[one.name] = tuple(value) if isinstance(value, list) else value
-    return found
-
-
-def _parameter(one: Setting) -> str:
-    return one.name.replace(".", "_")
-
-
 def _option(one: Setting) -> inspect.Parameter:
     required = one.default is dataclasses.MISSING
     plain = required or one.default is False or one.default in (None, ())
     default = one.unset.replace("`", "") or ("" if plain else json.dumps(one.default).strip('"'))
     hint = list[str] if typing.get_origin(one.hint) is tuple else one.hint
     return inspect.Parameter(
-        _parameter(one), inspect.Parameter.KEYWORD_ONLY,
+        one.name.replace(".", "_"), inspect.Parameter.KEYWORD_ONLY,
         default=inspect.Parameter.empty if required else None,
         annotation=Annotated[hint if required else hint | None, typer.Option(
             *words_of(one), help=one.help, metavar=one.metavar, hidden=bool(one.script_only),
@@ -98,16 +77,7 @@ def _option(one: Setting) -> inspect.Parameter:
 
 def settings_env(command: RankCommand, items: Sequence[str] | None, *,
                  own: Sequence[str] = ()) -> tuple[str, ...]:
-    """`VAR=VALUE` for `--set` of a script, which `TrainConfig.as_launched` reads.
-
-    Args:
-        command: What each rank runs.
-        items: What was typed after each `--set`.
-        own: Names of settings that the command with `--set` has options for.
-
-    Raises:
-        ConfigError: A setting is unknown or does not fit, or there is an option for it.
-    """
+    """`--set` as variables for `TrainConfig.as_launched`; refuses settings that have an option."""
     given = from_text(TrainConfig, items or (), where="--set")
     for name in given:
         if command.is_fit or name in own:

@@ -1,13 +1,14 @@
-"""Python values as bytes and back, without pickle: reading them cannot run code.
+"""Python values as bytes and back, without pickle: decoding what a network sent cannot run code.
 
-What ranks tell each other comes over a network. `encode` takes None, bool, int, float, str, bytes,
-list, tuple, dict, numpy arrays and the dataclasses that are marked with `carried`; `decode` makes
-nothing else. The form: the length of a JSON text, the text, and the bytes of all arrays.
+`encode` takes None, bool, int, float, str, bytes, list, tuple, dict, numpy arrays and dataclasses
+marked by `carried`. Format: the length of a JSON text, the text, and the bytes of all arrays in
+the order of the text.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import struct
 from typing import Any, TypeVar
@@ -24,26 +25,13 @@ C = TypeVar("C", bound=type)
 
 
 def carried(cls: C) -> C:
-    """Mark a dataclass whose fields are plain values: `encode` takes it, `decode` makes it.
-
-    Example:
-        ```python
-        @carried
-        @dataclass(frozen=True)
-        class Report:
-            name: str
-        ```
-    """
+    """Decorate a dataclass whose fields are plain values: `encode` accepts it."""
     _carried[f"{cls.__module__}.{cls.__qualname__}"] = cls
     return cls
 
 
 def encode(value: object) -> bytes:
-    """A value as bytes.
-
-    Raises:
-        CollectiveError: It holds something of another type, which is named.
-    """
+    """A value as bytes; the error names the type of an unsupported value in it."""
     blobs: list[bytes] = []
     try:
         text = json.dumps(_to_json(value, blobs, _DEEPEST)).encode()
@@ -53,17 +41,11 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """The value that was encoded.
-
-    Raises:
-        CollectiveError: The bytes are none of `encode`, or of a class that is not known here.
-    """
+    """The value that was encoded, or `CollectiveError`."""
     try:
-        length, = _LENGTH.unpack_from(data)
-        end = _LENGTH.size + length
-        if end > len(data):
-            raise ValueError(f"{len(data)} bytes of {end}")
-        return _from_json(json.loads(data[_LENGTH.size:end]), memoryview(data)[end:], _DEEPEST)
+        blobs = io.BytesIO(data)
+        length, = _LENGTH.unpack(blobs.read(_LENGTH.size))
+        return _from_json(json.loads(_take(blobs, length)), blobs, _DEEPEST)
     except (ValueError, TypeError, LookupError, AttributeError, struct.error,
             RecursionError) as error:
         raise CollectiveError(
@@ -82,10 +64,15 @@ def _to_json(value: Any, blobs: list[bytes], depth: int) -> Any:
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, (bytes, bytearray)):
-        return ["bytes", *_add(blobs, bytes(value))]
+        blobs.append(bytes(value))
+        return ["bytes", len(value)]
     if isinstance(value, np.ndarray):
-        return ["array", _dtype_name(value.dtype), list(value.shape),
-                *_add(blobs, np.ascontiguousarray(value).tobytes())]
+        dtype = value.dtype
+        if dtype.hasobject or dtype.fields is not None:
+            raise ValueError(f"it holds an array of {dtype}")
+        blobs.append(value.tobytes())
+        name = dtype.name if dtype.kind == "V" else dtype.str  # bfloat16 and its like are "V2"
+        return ["array", name, list(value.shape), value.nbytes]
     if isinstance(value, (list, tuple)):
         return ["list" if isinstance(value, list) else "tuple",
                 *(_to_json(item, blobs, depth - 1) for item in value)]
@@ -100,20 +87,19 @@ def _to_json(value: Any, blobs: list[bytes], depth: int) -> Any:
                      "tuple, dict or numpy arrays")
 
 
-def _from_json(found: Any, blobs: memoryview, depth: int) -> Any:
+def _from_json(found: Any, blobs: io.BytesIO, depth: int) -> Any:
     if depth == 0:
         raise ValueError(f"nested deeper than {_DEEPEST}")
+    if isinstance(found, dict):
+        raise TypeError("an object")
     if not isinstance(found, list):
-        if isinstance(found, dict):
-            raise TypeError("an object")
         return found
     kind, *items = found
     if kind == "bytes":
-        return bytes(_cut(blobs, *items))
+        return _take(blobs, *items)
     if kind == "array":
-        name, shape, *where = items
-        dtype = _dtype(name)
-        return np.frombuffer(_cut(blobs, *where), dtype).reshape(shape).copy()
+        name, shape, size = items
+        return np.frombuffer(_take(blobs, size), _dtype(name)).reshape(shape).copy()
     if kind == "class":
         name, *fields = items
         return _carried[name](**{f: _from_json(item, blobs, depth - 1) for f, item in fields})
@@ -124,22 +110,11 @@ def _from_json(found: Any, blobs: memoryview, depth: int) -> Any:
     return {"list": list, "tuple": tuple}[kind](values)
 
 
-def _add(blobs: list[bytes], data: bytes) -> tuple[int, int]:
-    start = sum(map(len, blobs))
-    blobs.append(data)
-    return start, len(data)
-
-
-def _cut(blobs: memoryview, start: int, size: int) -> memoryview:
-    if not 0 <= start <= start + size <= len(blobs):
-        raise ValueError(f"{size} bytes from {start} of {len(blobs)}")
-    return blobs[start:start + size]
-
-
-def _dtype_name(dtype: np.dtype[Any]) -> str:
-    if dtype.hasobject or dtype.fields is not None:
-        raise ValueError(f"it holds an array of {dtype}")
-    return dtype.name if dtype.kind == "V" else dtype.str  # bfloat16 and its like are "V2"
+def _take(blobs: io.BytesIO, size: int) -> bytes:
+    found = blobs.read(size)
+    if len(found) != size:
+        raise ValueError(f"{len(found)} bytes of {size}")
+    return found
 
 
 def _dtype(name: str) -> np.dtype[Any]:

@@ -6,46 +6,45 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.collectives.base import Array, Collective, ReduceOp, Tensor
+from hvdtrain.errors import CollectiveError
+from hvdtrain.horovod_check import HorovodCheck
+from hvdtrain.world import World
 
 
 class SingleCollective(Collective):
-    """The collective of a process that is alone: every operation is the identity."""
+    """The collective of a single process: every operation is the identity."""
 
     name = "single"
+    tells_waiting = True
     rank = 0
     size = 1
 
+    @classmethod
+    def automatic(cls, world: World, horovod: HorovodCheck) -> str | None:
+        return "one rank" if world.size == 1 else None
+
+    @classmethod
+    def check_start(cls, world: World, horovod: HorovodCheck) -> None:
+        if world.size > 1:
+            raise CollectiveError(
+                f"The collective `single` was asked for, but {world.starter} started {world.size} "
+                "ranks: each would train alone. Use `auto`, or start one process.")
+
     def reduce(self, tensors: Sequence[Tensor], *, name: str, op: ReduceOp) -> list[Tensor]:
-        """Return the tensors as they are."""
-        del name, op
         return list(tensors)
+
+    reduce_scatter = reduce
 
     def allgather(self, tensor: Tensor, *, name: str) -> Tensor:
-        """Return the tensor as it is."""
-        del name
         return tensor
 
-    def reduce_scatter(self, tensors: Sequence[Tensor], *, name: str,
-                       op: ReduceOp) -> list[Tensor]:
-        """Return the tensors as they are."""
-        del name, op
-        return list(tensors)
+    alltoall = allgather
 
-    def alltoall(self, tensor: Tensor, *, name: str) -> Tensor:
-        """Return the tensor as it is."""
-        del name
-        return tensor
-
-    def subset(self, ranks: Sequence[int]) -> SingleCollective:
-        """Return itself: the only subset of one rank."""
-        self._check_subset(ranks)
+    def _subset(self, members: list[int]) -> SingleCollective:
         return self
 
     def broadcast_array(self, array: Array, *, root: int = 0) -> Array:
-        """Return the array as it is."""
-        del root
         return array
 
     def gather_objects(self, value: object) -> list[Any]:
-        """Return `[value]`."""
         return [value]

@@ -1,9 +1,10 @@
 """`divided`: a rank's part of each batch of a `tf.data` pipeline, taken before it is decoded.
 
-A pipeline of batches is followed from its end to the step that makes the batches, and from there
-to where its samples begin (`undecoded`). The samples are divided there, and the steps after it are
-made anew over this rank's samples only. Where a step is not known to give the same on a part, the
-batches are divided after it: that is always right, and costs every rank the whole work before it.
+A pipeline of batches is followed from its end to the step that makes the batches, and from there to
+where its samples begin (`undecoded`). The samples are divided there, and the later steps are
+rebuilt over this rank's samples only. Where a step may give other results for a part, the batches
+are divided after it: always correct, but every rank does all the work before it. Whether a map of
+batches may is tried with the first samples, bit for bit, if it depends on its arguments only.
 """
 
 from __future__ import annotations
@@ -12,219 +13,195 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from hvdtrain.data import tf_steps
-from hvdtrain.data.batches import part_of, static_count, together
-from hvdtrain.data.part import Part
-from hvdtrain.data.rowwise import why_not
-from hvdtrain.data.undecoded import Undecoded, undecoded
+from hvdtrain.data import tf_pipeline
+from hvdtrain.data.plans import Part
+from hvdtrain.data.tf_pipeline import Undecoded, as_it_is, undecoded
+from hvdtrain.errors import DataError
 
+_TRIED_SAMPLES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Divided:
-    """One rank's part of each global batch of a pipeline."""
+    """One rank's part of each global batch of a pipeline; None for what is unknown.
+
+    Where `weighted`, `dataset` has pairs (weight, batch), as ranks may have different numbers of
+    samples. `global_batch` and `last_batch` are samples of all ranks. `early`: some work is done
+    for this rank's samples only; `why` says before which step it is divided, and what prevents
+    more. `skip(batches)` (read when iterated) begins later and continues the shuffles of `dataset`.
+    """
 
     dataset: Any
-    """This rank's batches; where `weighted`, pairs of a weight and a batch."""
     weighted: bool
-    """Whether ranks may have different numbers of samples in some batch."""
     global_batch: int | None
-    """Samples of a full batch of all ranks, if known."""
     last_batch: int | None
-    """Samples of the last batch of all ranks, if known."""
     steps: int | None
-    """Batches; None if their number is not known, or without end."""
     early: bool
-    """Whether some work is done for this rank's samples only."""
     why: str
-    """Before what it is divided, and what prevents more, in words."""
     skip: Callable[[Any], Any] = field(repr=False)
-    """From a number of batches (an integer, tensor or variable, which is read when iterated) to
-    a dataset that begins so much later. It goes on with the shuffles of `dataset`."""
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """One rank's parts of batches, as pairs of the samples of the batch and the part."""
+    """One rank's parts of batches: `at(batches)` are pairs of the samples of a batch and the part.
 
-    pairs: Any
-    later: Callable[[Any], Any] | None = None
-    """From a number of batches to pairs that begin so much later, without work for those before;
-    None where they must be made."""
+    They begin so many batches later, without work for those before where possible. `sizes`: all
+    possible samples of a batch. `ordered`: only the last may be smaller.
+    """
+
+    at: Callable[[Any], Any]
     full: int | None = None
-    sizes: frozenset[int] | None = None
-    """All numbers of samples of a batch that there may be, if known."""
+    sizes: Collection[int] | None = None
     last: int | None = None
     ordered: bool = False
-    """Whether only the last batch may be smaller than the others."""
     before: tuple[str, ...] = ()
     why: str = ""
 
     def then(self, step: Callable[[Any], Any]) -> _Parts:
-        """A step for each part."""
-        later = self.later
-        return replace(self, pairs=step(self.pairs),
-                       later=None if later is None else lambda steps: step(later(steps)))
+        return replace(self, at=lambda steps: step(self.at(steps)))
+
+    def made(self, pairs: Any) -> _Parts:
+        """The same with `pairs`, which are made from the beginning."""
+        return replace(self, at=lambda steps: _after(pairs, steps))
 
 
 def divided(dataset: Any, part: Part, *, batches_per_step: int = 1,
             before_decoding: bool = True) -> Divided:
-    """Divide the batches of a pipeline over the ranks.
-
-    Args:
-        dataset: A `tf.data.Dataset` of batches, as `fit` of Keras takes it.
-        part: Which rank of how many.
-        batches_per_step: Integer, how many following batches make a global batch together.
-        before_decoding: Boolean, divide as early as gives the same; else each made batch.
-
-    Raises:
-        DataError: The elements of the dataset are no batches.
-    """
-    static_count(dataset)
-    parts = None
+    """Divide the batches of a pipeline (as Keras' `fit` takes it) over the ranks, or DataError."""
+    # `batches_per_step` consecutive batches make a global batch. With `before_decoding` it divides
+    # as early as gives the same, else each finished batch.
+    _static_count(dataset)
+    why = "as asked"
     if before_decoding:
         try:
             parts = _parts(dataset, part, batches_per_step)
-        except tf_steps.NOT_UNDERSTOOD as error:
-            parts = _late(dataset, part, batches_per_step, f"since it is not understood "
-                          f"({type(error).__name__}: {error})")
-    if parts is None:
-        parts = _late(dataset, part, batches_per_step, "as asked")
+            return _finished(dataset, parts, part, batches_per_step)
+        except tf_pipeline.NOT_UNDERSTOOD as error:
+            why = f"since it is not understood ({type(error).__name__}: {error})"
+    parts = _late(dataset, part, batches_per_step, why)
     return _finished(dataset, parts, part, batches_per_step)
 
 
 def _parts(dataset: Any, part: Part, per_step: int) -> _Parts:
-    """Follow a pipeline of batches from its end."""
-    name = tf_steps.kind(dataset)
-    if name in ("Batch", "PaddedBatch"):
+    name = tf_pipeline.kind(dataset)
+    if name in tf_pipeline.BATCHES:
         return _at_batch(dataset, part, per_step)
-    known = {"Map", "Cache"} | tf_steps.SAME_ELEMENTS | tf_steps.OTHER_ELEMENTS
-    if name not in known or (per_step > 1 and name in tf_steps.OTHER_ELEMENTS):
-        return _late(dataset, part, per_step, f"since {tf_steps.shown(dataset)} makes it")
-    parts = _parts(tf_steps.inputs(dataset)[0], part, per_step)
+    known = {"Map", "Cache"} | tf_pipeline.SAME_ELEMENTS | tf_pipeline.OTHER_ELEMENTS
+    if name not in known or (per_step > 1 and name in tf_pipeline.OTHER_ELEMENTS):
+        return _late(dataset, part, per_step, f"since {tf_pipeline.shown(dataset)} makes it")
+    parts = _parts(tf_pipeline.inputs(dataset)[0], part, per_step)
     if name == "Map":
-        return _before_map(dataset, parts, part, per_step)
+        why = _why_not_before(dataset)
+        if why:
+            return _late(dataset, part, per_step, f"since {why}")
+        mapped = tf_pipeline.Mapped(dataset)
+        function = tf_pipeline.second(mapped.function())
+        done = parts.then(lambda pairs: pairs.map(function, **mapped.calls))
+        return replace(done, before=(*done.before, mapped.name))
     if name == "Options":
         return parts  # those of the whole pipeline are set in the end
     if name == "Prefetch":
-        return parts.then(lambda pairs: tf_steps.again(dataset, pairs))
-    if name == "Cache" and not tf_steps.is_in_memory(dataset):
+        return parts.then(lambda pairs: tf_pipeline.again(dataset, pairs))
+    if name == "Cache" and not tf_pipeline.is_in_memory(dataset):
         return _late(dataset, part, per_step, "since it is cached in a file")
     if not parts.before:
         return _late(dataset, part, per_step, parts.why)
-    again = replace(parts, pairs=tf_steps.again(dataset, parts.pairs), later=None)
-    if name == "Cache":
-        return again
-    return replace(again, last=None, ordered=False)
-
-
-def _before_map(dataset: Any, parts: _Parts, part: Part, per_step: int) -> _Parts:
-    why = why_not(dataset)
-    if why:
-        return _late(dataset, part, per_step, f"since {why}")
-    mapped = tf_steps.Mapped(dataset)
-    function = mapped.function()
-
-    @tf_steps.as_it_is
-    def of_part(samples: Any, batch: Any) -> Any:
-        return samples, function(batch)
-    done = parts.then(lambda pairs: pairs.map(of_part, **mapped.calls))
-    return replace(done, before=(*done.before, mapped.name))
+    again = parts.made(tf_pipeline.again(dataset, parts.at(0)))
+    return again if name == "Cache" else replace(again, last=None, ordered=False)
 
 
 def _late(dataset: Any, part: Part, per_step: int, why: str) -> _Parts:
-    """Divide each batch when it is made."""
-    batches = together(dataset, per_step) if per_step > 1 else dataset
-    parts = _sized(dataset, per_step)
+    batches = _together(dataset, per_step) if per_step > 1 else dataset
 
-    @tf_steps.as_it_is
+    @as_it_is
     def cut(*batch: Any) -> Any:
-        return part_of(batch if isinstance(dataset.element_spec, tuple) else batch[0], part)
-    return replace(parts, pairs=batches.map(cut), why=why,
-                   later=lambda steps: _after(batches, steps).map(cut))
+        return _part_of(batch if isinstance(dataset.element_spec, tuple) else batch[0], part)
+    return _Parts(lambda steps: _after(batches, steps).map(cut), why=why,
+                  **_sizes(dataset, per_step))
 
 
-def _sized(dataset: Any, per_step: int) -> _Parts:
-    """What is known of the sizes of batches."""
-    if tf_steps.kind(dataset) in ("Batch", "PaddedBatch"):
-        batch, drops = tf_steps.batch_size(dataset), tf_steps.drops_remainder(dataset)
-        samples = int(tf_steps.inputs(dataset)[0].cardinality())
+def _sizes(dataset: Any, per_step: int) -> dict[str, Any]:
+    """What `_Parts` says of the global batches, as far as it is known."""
+    if tf_pipeline.kind(dataset) not in tf_pipeline.BATCHES:
+        batch = _static_count(dataset)
+        if batch is None:
+            return {}
         full = batch * per_step
-        if samples == tf.data.INFINITE_CARDINALITY or (drops and per_step == 1):
-            return _Parts(None, full=full, sizes=frozenset({full}), last=full, ordered=True)
-        if samples < 0:
-            return _Parts(None, full=full, ordered=True)
-        samples -= samples % batch if drops else 0
-        sizes = {full} if samples >= full else set()
-        last = samples % full or full
-        return _Parts(None, full=full, sizes=frozenset(sizes | {last}), last=last, ordered=True)
-    batch_or_none = static_count(dataset)
-    if batch_or_none is None:
-        return _Parts(None)
-    full = batch_or_none * per_step
-    sizes = {batch_or_none * number for number in range(1, per_step + 1)}
-    return _Parts(None, full=full, sizes=frozenset(sizes), last=full if per_step == 1 else None,
-                  ordered=True)
+        return {"full": full, "sizes": range(batch, full + 1, batch), "ordered": True,
+                "last": full if per_step == 1 else None}
+    batch, drops = tf_pipeline.batch_of(dataset)
+    samples = int(tf_pipeline.inputs(dataset)[0].cardinality())
+    full = batch * per_step
+    if samples == tf.data.INFINITE_CARDINALITY or (drops and per_step == 1):
+        samples = full
+    elif samples < 0:
+        return {"full": full, "ordered": True}
+    samples -= samples % batch if drops else 0
+    last = samples % full or full
+    return {"full": full, "last": last, "ordered": True,
+            "sizes": {full, last} if samples >= full else {last}}
 
 
 def _at_batch(dataset: Any, part: Part, per_step: int) -> _Parts:
-    """Divide the samples of a batch before they are decoded."""
-    begin = undecoded(tf_steps.inputs(dataset)[0])
-    why = _why_not_before(dataset, begin)
-    if why or not begin.steps:
-        why = why or begin.why or "nothing is done to the samples before"
+    begin = undecoded(tf_pipeline.inputs(dataset)[0])
+    why = _why_not_undecoded(dataset, begin)
+    if why:
         return _late(dataset, part, per_step, f"since {why}")
-    sized = _sized(dataset, per_step)
-    batch, drops = tf_steps.batch_size(dataset), tf_steps.drops_remainder(dataset)
+    sized = _sizes(dataset, per_step)
+    batch, drops = tf_pipeline.batch_of(dataset)
     raw, decoder = begin.begin, begin.decoder(part.rank)
     if drops and per_step > 1:
         raw = raw.batch(batch, drop_remainder=True).unbatch()
     raw = raw.batch(batch * per_step, drop_remainder=drops and per_step == 1)
 
-    @tf_steps.as_it_is
+    @as_it_is
     def numbered(*whole: Any) -> Any:
-        samples, own = part_of(whole if isinstance(raw.element_spec, tuple) else whole[0], part)
+        samples, own = _part_of(whole if isinstance(raw.element_spec, tuple) else whole[0], part)
         return tf.fill([tf.maximum(part.count(samples), 1)], samples), own
 
     def made(batches: Any) -> Any:
         own = decoder(batches.map(numbered).unbatch())
-        return _in_batches(own, dataset, part, sized.sizes or range(1, batch * per_step + 1))
-    return replace(sized, pairs=made(raw), before=(begin.names,),
-                   why=f"since {begin.why}" if begin.why else "",
-                   later=None if begin.is_kept else lambda steps: made(_after(raw, steps)))
+        return _in_batches(own, dataset, part, sized.get("sizes", range(1, batch * per_step + 1)))
+    parts = _Parts(lambda steps: made(_after(raw, steps)), **sized,
+                   before=tuple(step.name for step in begin.steps if step.function),
+                   why=f"since {begin.why}" if begin.why else "")
+    return parts.made(parts.at(0)) if begin.is_kept else parts
 
 
-def _why_not_before(dataset: Any, begin: Undecoded) -> str:
-    if tf_steps.kind(dataset) == "PaddedBatch" and tf_steps.padding(dataset) is None:
+def _why_not_undecoded(dataset: Any, begin: Undecoded) -> str:
+    if tf_pipeline.kind(dataset) == "PaddedBatch" and any(
+            (shape.numpy() < 0).any() for shape in tf.nest.flatten(dataset._padded_shapes)):
         return "padded_batch pads to the longest sample of a batch"
     for spec in tf.nest.flatten(begin.begin.element_spec):
         shape = getattr(spec, "shape", None)
         if shape is not None and not shape.is_fully_defined():
             return "samples have different shapes before they are decoded"
-    return ""
+    return "" if begin.steps else begin.why or "nothing is done to the samples before"
 
 
 def _in_batches(own: Any, dataset: Any, part: Part, sizes: Collection[int]) -> Any:
-    """This rank's samples, each with the samples of its global batch, in batches."""
+    """This rank's samples, each with the size of its global batch, in batches."""
     full = max(sizes)
     width = max(int(part.count(full)), 1)
     if max(int(part.count(size)) for size in sizes) <= width:
-        pairs = tf_steps.batched(own, dataset, width)
-        return pairs.map(lambda samples, batch: (samples[0], batch))
-    # The last batch may give a rank more samples than the others: each ends by its own number.
-    return own.group_by_window(
-        lambda samples, sample: samples,
-        lambda samples, group: tf_steps.batched(group, dataset, full),
-        window_size_func=lambda samples: tf.maximum(part.count(samples), 1)).map(
-            lambda samples, batch: (samples[0], batch))
+        pairs = tf_pipeline.batched(own, dataset, width)
+    else:
+        # The last batch may give a rank more samples than the others: each ends by its own number.
+        pairs = own.group_by_window(
+            lambda samples, sample: samples,
+            lambda samples, group: tf_pipeline.batched(group, dataset, full),
+            window_size_func=lambda samples: tf.maximum(part.count(samples), 1))
+    return pairs.map(lambda samples, batch: (samples[0], batch))
 
 
 def _after(dataset: Any, steps: Any) -> Any:
     if isinstance(steps, tf.Variable):
         return tf.data.Dataset.from_tensors(0).flat_map(
             lambda _: dataset.skip(tf.cast(steps, tf.int64)))
-    return dataset.skip(tf.cast(steps, tf.int64))
+    begins = isinstance(steps, int) and steps == 0
+    return dataset if begins else dataset.skip(tf.cast(steps, tf.int64))
 
 
 def _finished(dataset: Any, parts: _Parts, part: Part, per_step: int) -> Divided:
@@ -232,57 +209,152 @@ def _finished(dataset: Any, parts: _Parts, part: Part, per_step: int) -> Divided
     weighted = not part.is_even(None) and (
         sizes is None or not all(map(part.is_even, sizes)))
     vanish = part.remainder == "drop" and (sizes is None or min(sizes) < part.size)
-    steps = _steps(dataset, parts, part, per_step, vanish=vanish)
+    if vanish:
+        kept = parts.then(lambda pairs: pairs.filter(lambda samples, batch: samples >= part.size))
+        parts = kept if parts.ordered else parts.made(kept.at(0))
+    steps, last, batches = None, parts.last, int(dataset.cardinality())
+    if batches >= 0 and not (vanish and (not parts.ordered or last is None)):
+        steps = -(-batches // per_step) - (vanish and (last or 0) < part.size)
+    if vanish and last is not None and last < part.size:
+        last = parts.full
     options = tf.data.Options().merge(dataset.options())
     options.deterministic = True
     static = int(part.count(next(iter(sizes)))) if sizes and len(sizes) == 1 else None
 
-    @tf_steps.as_it_is
+    @as_it_is
     def shaped(samples: Any, batch: Any) -> Any:
         for tensor in tf.nest.flatten(batch):
             if static and isinstance(tensor, tf.Tensor) and tensor.shape.rank:
                 tensor.set_shape([static, *tensor.shape[1:]])
-        return (part.weight(samples), batch) if weighted else batch
+        return (tf.cast(part.weight(samples), tf.float32), batch) if weighted else batch
 
-    def finished(pairs: Any, begin: Any = 0, *, made: bool = True) -> Any:
-        if vanish:
-            pairs = pairs.filter(lambda samples, batch: samples >= part.size)
-        if made and not (isinstance(begin, int) and begin == 0):
-            pairs = _after(pairs, begin)
-        batches = pairs.map(shaped)
+    @as_it_is
+    def finished(begin: Any) -> Any:
+        found = parts.at(begin).map(shaped)
         if steps is not None and isinstance(begin, int):
-            batches = batches.apply(
-                tf.data.experimental.assert_cardinality(max(steps - begin, 0)))
-        return batches.with_options(options)
-
-    @tf_steps.as_it_is
-    def skip(begin: Any) -> Any:
-        if parts.later is None or (vanish and not parts.ordered):
-            return finished(parts.pairs, begin)
-        return finished(parts.later(begin), begin, made=False)
-    last = parts.last
-    if vanish and last is not None and last < part.size:
-        last = parts.full
-    return Divided(dataset=finished(parts.pairs), weighted=weighted, global_batch=parts.full,
-                   last_batch=last, steps=steps, early=bool(parts.before), why=_words(parts),
-                   skip=skip)
+            found = found.apply(tf.data.experimental.assert_cardinality(max(steps - begin, 0)))
+        return found.with_options(options)
+    if parts.before:
+        why = f"divided before {', '.join(parts.before)}"
+        why += f"; not earlier, {parts.why}" if parts.why else ""
+    else:
+        why = f"each whole batch is divided, {parts.why}"
+    return Divided(dataset=finished(0), weighted=weighted, global_batch=parts.full,
+                   last_batch=last, steps=steps, early=bool(parts.before), why=why, skip=finished)
 
 
-def _steps(dataset: Any, parts: _Parts, part: Part, per_step: int, *,
-           vanish: bool) -> int | None:
-    """How many global batches there are, if known."""
-    batches = int(dataset.cardinality())
-    if batches < 0:
-        return None
-    if not vanish:
-        return -(-batches // per_step)
-    if not parts.ordered or parts.last is None:
-        return None
-    return -(-batches // per_step) - (parts.last < part.size)
+def _count(batch: Any) -> Any:
+    """The number of samples of a batch, an int64 tensor."""
+    first = next(each for each in tf.nest.flatten(batch) if each is not None)
+    if isinstance(first, tf.RaggedTensor):
+        return tf.cast(first.nrows(), tf.int64)
+    if isinstance(first, tf.SparseTensor):
+        return first.dense_shape[0]
+    return tf.shape(first, tf.int64)[0]
 
 
-def _words(parts: _Parts) -> str:
-    if not parts.before:
-        return f"each whole batch is divided, {parts.why}"
-    done = f"divided before {', '.join(parts.before)}"
-    return f"{done}; not earlier, {parts.why}" if parts.why else done
+def _rows(batch: Any, begin: Any, length: Any, *, wraps: bool = False) -> Any:
+    """Consecutive samples of a batch; `wraps`: after the last come the first again."""
+    def cut(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        if isinstance(tensor, tf.SparseTensor):
+            rest = tensor.dense_shape[1:]
+            return tf.sparse.slice(tf.sparse.concat(0, [tensor, tensor]) if wraps else tensor,
+                                   tf.concat([[begin], tf.zeros_like(rest)], 0),
+                                   tf.concat([[length], rest], 0))
+        # A copy: of arrays of a script a slice would be a view, in which later steps may write.
+        places = begin + tf.range(length)
+        return tf.gather(tensor, places % _count(tensor) if wraps else places)
+    return tf.nest.map_structure(cut, batch)
+
+
+def _part_of(batch: Any, part: Part) -> Any:
+    """The size of a batch, and one rank's samples of it: one sample where it has none."""
+    samples = _count(batch)
+    return samples, _rows(batch, part.begin(samples), tf.maximum(part.count(samples), 1),
+                         wraps=part.remainder == "pad")
+
+
+def _static_count(dataset: Any) -> int | None:
+    """The static batch size of a dataset, or None; DataError where elements are no batches."""
+    shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(dataset.element_spec)]
+    known = [shape for shape in shapes if shape is not None and shape.rank is not None]
+    if any(shape.rank == 0 for shape in known):
+        raise DataError(
+            "The tf.data.Dataset gives samples, or something beside them that has no sample "
+            f"axis: {dataset.element_spec}. Expected batches, as fit of Keras takes them: call "
+            "dataset.batch(batch_size) before.")
+    return next((shape[0] for shape in known if shape[0]), None)
+
+
+def _together(batches: Any, number: int) -> Any:
+    """Concatenate every `number` consecutive batches; shorter samples are padded with zeros."""
+    shape = batches.element_spec
+    flat = [spec is not None and hasattr(spec, "shape") for spec in tf.nest.flatten(shape)]
+
+    @as_it_is
+    def without_nothing(*batch: Any) -> Any:
+        leaves = tf.nest.flatten(batch if isinstance(shape, tuple) else batch[0])
+        return tuple(leaf for leaf in leaves if leaf is not None)
+
+    @as_it_is
+    def one(*windows: Any) -> Any:
+        # What is in a window has been read: it is counted without being made again.
+        samples = windows[0].reduce(tf.constant(0, tf.int64), lambda total, batch:
+                                    total + _count(batch))
+        return tf.data.Dataset.zip(tuple(joined(each, samples) for each in windows))
+
+    def joined(window: Any, samples: Any) -> Any:
+        spec = window.element_spec
+        if isinstance(spec, tf.TensorSpec) and not spec.shape[1:].is_fully_defined():
+            return window.unbatch().padded_batch(samples)
+        return window.unbatch().batch(samples)
+
+    @as_it_is
+    def with_nothing(*leaves: Any) -> Any:
+        left = iter(leaves)
+        return tf.nest.pack_sequence_as(shape, [next(left) if is_there else None
+                                                for is_there in flat])
+    return batches.map(without_nothing).window(number).flat_map(one).map(with_nothing)
+
+
+def _why_not_before(step: Any) -> str:
+    """In words; "" if a batch can be divided before a map."""
+    mapped = tf_pipeline.Mapped(step)
+    if mapped.draws:
+        return f"{mapped.name} of batches draws random numbers"
+    kept = mapped.keeps(python=True)
+    if kept:
+        return f"{mapped.name} of batches may keep a state ({kept})"
+    for spec in tf.nest.flatten(step.element_spec):
+        shape = None if isinstance(spec, tf.RaggedTensorSpec) else getattr(spec, "shape", None)
+        if shape is not None and not (shape.rank and shape[1:].is_fully_defined()):
+            return f"{mapped.name} of batches may pad to the longest sample"
+    try:
+        with tf_pipeline.as_seeded(None), tf.device("CPU:0"):
+            some = tf_pipeline.some_batches(tf_pipeline.inputs(step)[0], _TRIED_SAMPLES)
+            batch = next(iter(some.take(1)), None)
+            if batch is None:
+                return "there is no sample to try it with"
+            same = _is_same(mapped.function(), batch)
+    except tf_pipeline.NoSamplesError as error:
+        return f"{mapped.name} of batches cannot be tried ({error})"
+    except tf.errors.OpError as error:
+        return f"{mapped.name} of batches fails with a part of one ({type(error).__name__})"
+    return "" if same else f"{mapped.name} of batches mixes the samples of a batch"
+
+
+def _is_same(function: Callable[[Any], Any], batch: Any) -> bool:
+    whole, samples = function(batch), int(_count(batch))
+
+    def is_same_for(part: Part) -> bool:
+        where = part.begin(samples), part.count(samples)
+        one, other = (tf.nest.flatten(found, expand_composites=True) for found in (
+            _rows(whole, *where), function(_rows(batch, *where))))
+        return len(one) == len(other) and all(
+            np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(one, other, strict=True)
+            if a is not None)
+    parts = [Part(rank=rank, size=size) for size in (2, 3, samples) for rank in range(size)]
+    return samples > 1 and int(_count(whole)) == samples and all(
+        is_same_for(part) for part in parts if part.count(samples))

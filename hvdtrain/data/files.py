@@ -1,194 +1,260 @@
-"""Files of data: found by name, read in parts and counted; and where what is made of them lies."""
+"""Files of data: found by name; and the base of all sources over them.
+
+A bad sample (damaged, incomplete, invalid) ends the reading with `on_error="raise"`. With `"skip"`
+it stays in place, as zeros with a sample weight of 0: every rank keeps its steps, and the order of
+all other samples stays the same.
+"""
 
 from __future__ import annotations
 
 import glob
-import hashlib
-import os
+import math
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+import tensorflow as tf
 
-from hvdtrain.cache import default_cache
-from hvdtrain.data.once import once_per_host
+from hvdtrain.data.source import Source, Structure
 from hvdtrain.errors import DataError
+from hvdtrain.log import get_logger
 
 Paths: TypeAlias = str | Path | Sequence[str | Path]
-"""A path, a pattern as `glob.glob` takes it, or several of them."""
+"""A path, a pattern (`*`, `?`, `[...]`, `**`), or a sequence of them."""
+OnError: TypeAlias = Literal["raise", "skip"]
+Array: TypeAlias = np.ndarray[Any, Any]
+Problems: TypeAlias = dict[int, str]
+"""For each bad row, by its index in a part of a table: file, place, reason."""
 
-OPEN_FILES = 64
-"""Files that one source keeps open."""
-_DIGITS = 24
-"""Hex digits of a fingerprint."""
+NAMED_BAD_SAMPLES = 5
+"""Warnings name this many bad samples; after that only their number, at 10, 100, ..."""
 
 
 def find_files(paths: Paths) -> tuple[Path, ...]:
-    """The files that are meant.
-
-    Args:
-        paths: A path, a pattern (`*`, `?`, `[...]`, `**`), or a sequence of them. What a pattern
-            finds is sorted by name; a sequence keeps its order.
-
-    Returns:
-        At least one existing file.
-
-    Raises:
-        DataError: A file does not exist, a pattern finds none, or a path is a folder.
-    """
+    """The files that paths and patterns name; those of a pattern are sorted by name."""
+    # DataError where a file does not exist, a pattern finds none, or a path is a folder.
     given = [paths] if isinstance(paths, (str, Path)) else list(paths)
     if not given:
         raise DataError("No data files were given. Expected a path, a pattern such as "
                         "'data/*.tfrecord', or a list of them.")
-    return tuple(file for one in given for file in _find(Path(one)))
-
-
-def _find(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        raise DataError(f"{path} is a folder; expected files. Give a pattern, such as "
-                        f"'{path}/*'.")
-    if not glob.has_magic(str(path)):
-        raise DataError(f"The data file {path} does not exist. A relative path is taken from the "
-                        f"folder {Path.cwd()}.")
-    found = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
-    files = [file for file in found if file.is_file()]
-    if not files:
-        raise DataError(f"No file is named {path}. A relative pattern is taken from the folder "
-                        f"{Path.cwd()}.")
-    return files
-
-
-class ByteCount:
-    """A number of bytes that several threads add to."""
-
-    def __init__(self) -> None:
-        self._value = 0
-        self._lock = threading.Lock()
-
-    def add(self, number: int) -> None:
-        """Count so many bytes more."""
-        with self._lock:
-            self._value += number
-
-    @property
-    def value(self) -> int:
-        """The bytes counted so far."""
-        return self._value
-
-
-class PartReader:
-    """Reads parts of files, of which it keeps some open. Any thread.
-
-    Args:
-        files: The files.
-        count: Counts what is read.
-    """
-
-    def __init__(self, files: Sequence[Path], count: ByteCount) -> None:
-        self._files = tuple(files)
-        self._count = count
-        self._open: OrderedDict[int, int] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def read(self, file: int, begin: int, size: int) -> bytes:
-        """Up to `size` bytes of a file; fewer only at its end.
-
-        Args:
-            file: Integer, which of the files.
-            begin: Integer, offset in bytes.
-            size: Integer, bytes.
-
-        Raises:
-            OSError: The file cannot be read.
-        """
-        with self._lock:  # so that no thread reads a file that another one closes
-            descriptor = self._descriptor(file)
-            parts: list[bytes] = []
-            left = size
-            while left and (part := os.pread(descriptor, left, begin + size - left)):
-                parts.append(part)
-                left -= len(part)
-        self._count.add(size - left)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def close(self) -> None:
-        """Close the files; reading opens them again."""
-        with self._lock:
-            while self._open:
-                os.close(self._open.popitem()[1])
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _descriptor(self, file: int) -> int:
-        if file in self._open:
-            self._open.move_to_end(file)
-            return self._open[file]
-        if len(self._open) >= OPEN_FILES:
-            os.close(self._open.popitem(last=False)[1])
-        self._open[file] = os.open(self._files[file], os.O_RDONLY | os.O_CLOEXEC)
-        return self._open[file]
-
-
-def cache_folder(given: str | Path | None) -> Path:
-    """The folder for what is made of data files: indexes, unpacked files.
-
-    Args:
-        given: Path, or None for `$HVDTRAIN_CACHE/data`, else `$XDG_CACHE_HOME/hvdtrain/data`, else
-            `~/.cache/hvdtrain/data`.
-    """
-    return Path(given) if given is not None else default_cache(os.environ) / "data"
+    files: list[Path] = []
+    for path in map(Path, given):
+        if path.is_dir():
+            raise DataError(f"{path} is a folder; expected files. Give a pattern, such as "
+                            f"'{path}/*'.")
+        found = [path] if path.is_file() else sorted(
+            file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
+        if not found:
+            pattern = glob.has_magic(str(path))
+            what = f"No file is named {path}" if pattern else f"The data file {path} does not exist"
+            raise DataError(f"{what}. A relative {'pattern' if pattern else 'path'} is taken from "
+                            f"the folder {Path.cwd()}.")
+        files += found
+    return tuple(files)
 
 
 def name_of(files: Sequence[Path]) -> str:
-    """How messages call some files: the first one, and how many there are beside it."""
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    return f"{files[0]}{more}"
+    """A name for messages: the first file, and the number of others."""
+    return f"{files[0]} and {len(files) - 1} more" if len(files) > 1 else str(files[0])
 
 
-def fingerprint(files: Sequence[Path], *settings: object) -> str:
-    """A name for what is made of these files: another one if a file or a setting changes.
+class BadSamplesError(Exception):
+    """Some of the requested samples are bad: by position, file, place and reason."""
 
-    Args:
-        files: By path, size and time of the last change; their content is not read.
-        settings: Whatever else decides what is made; by its `repr`.
-    """
-    digest = hashlib.sha256(repr(settings).encode())
-    for file in files:
-        status = file.stat()
-        digest.update(f"\0{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}".encode(
-            errors="surrogateescape"))
-    return digest.hexdigest()[:_DIGITS]
+    def __init__(self, messages: Mapping[int, str]) -> None:
+        self.messages = dict(sorted(messages.items()))
+        super().__init__("; ".join(self.messages.values()))
 
 
-def cached_index(folder: Path, name: str,
-                 make: Callable[[], np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """An array of numbers, made by one process per host and kept in a file.
+class FileSource(Source):
+    """Samples in files; subclasses set their content (`fields`) and define `read_rows`.
 
     Args:
-        folder: Where it is kept.
-        name: String, the file's name without `.npy`; see `fingerprint`.
-        make: Callable that makes the array, which must not be empty.
-
-    Returns:
-        The array, memory-mapped.
-
-    Raises:
-        DataError: The file cannot be written or read. Also what `make` raises.
+        name: String for messages.
+        on_error: `"raise"` or `"skip"`; with `"skip"` all samples have a sample weight.
+        content_key: Callable for `content_key`; None if there is no key.
     """
-    def work(path: Path) -> None:
-        array = make()
-        with path.open("wb") as stream:
-            np.save(stream, array, allow_pickle=False)
 
-    path = once_per_host(folder / f"{name}.npy", work)
-    try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
-    except (ValueError, OSError, EOFError) as error:
-        raise DataError(f"The index {path} cannot be read ({error}). Delete it; it will be made "
-                        "again.") from error
+    fields: Structure = None
+    """The structure of `tf.TensorSpec` of what `read_rows` returns."""
+
+    def __init__(self, name: str, on_error: OnError,
+                 content_key: Callable[[], str] | None) -> None:
+        if on_error not in ("raise", "skip"):
+            raise DataError(f"{name}: on_error must be 'raise' or 'skip'. Received: {on_error!r}")
+        self.name = name
+        self.on_error = on_error
+        self._content_key = content_key
+        self._bad: dict[int, str] = {}
+        self._lock = threading.Lock()
+        if on_error == "skip":
+            weakref.finalize(self, _report, name, self._bad)
+
+    @abstractmethod
+    def read_rows(self, rows: Array) -> Structure:
+        """Read samples (at least one, also repeated) in any thread, or raise BadSamplesError."""
+
+    @property
+    def signature(self) -> Structure:
+        """See `Source.signature`."""
+        if self.on_error == "raise":
+            return self.fields
+        return (*self.fields[:2], tf.TensorSpec((), tf.float32))
+
+    def content_key(self) -> str | None:
+        """A key that changes with files or settings; None where a user's function decides."""
+        return f"{self._content_key()}-{self.on_error}" if self._content_key else None
+
+    def check_fields(self) -> None:
+        """Refuse to skip samples that cannot have a weight; subclasses call it in `__init__`."""
+        if self.on_error == "skip" and (
+                not isinstance(self.fields, tuple) or len(self.fields) < 2):
+            raise DataError(
+                f"{self.name}: on_error='skip' gives bad samples the weight 0, and Keras knows "
+                "weights only beside targets. Name a target, or use on_error='raise'.")
+
+    @property
+    def skipped(self) -> int:
+        """Different bad samples that this process has met (`on_error="skip"`)."""
+        return len(self._bad)
+
+    def read(self, rows: Array) -> Structure:
+        """See `Source.read`."""
+        rows = np.asarray(rows, np.int64)
+        if self.on_error == "skip":
+            return self._read_weighted(rows)
+        try:
+            return self.read_rows(rows)
+        except BadSamplesError as error:
+            first, *others = error.messages.values()
+            more = f" {len(others)} more samples of this batch are bad." if others else ""
+            raise DataError(
+                f"{first}{more} Mend or replace the file, or give bad samples the weight 0 with "
+                "on_error='skip'.") from error
+
+    def _read_weighted(self, rows: Array) -> Structure:
+        good = np.fromiter((int(row) not in self._bad for row in rows), bool, len(rows))
+        found: Any = None
+        while found is None and good.any():
+            try:
+                found = self.read_rows(rows[good])
+            except BadSamplesError as error:
+                positions = np.flatnonzero(good)
+                for position, message in error.messages.items():
+                    self._remember(int(rows[positions[position]]), message)
+                good[positions[list(error.messages)]] = False
+        if found is None:  # axes of unknown length have one element
+            found = tf.nest.map_structure(lambda spec: np.zeros(
+                (0, *(size or 1 for size in spec.shape)), spec.dtype.as_numpy_dtype), self.fields)
+
+        def spread(array: Array) -> Array:
+            result = np.full((len(good), *array.shape[1:]), b"" if array.dtype == object else 0,
+                             array.dtype)
+            result[good] = array
+            return result
+        x, y, *given = found if good.all() else tf.nest.map_structure(spread, tuple(found))
+        weights = np.asarray(given[0], np.float32) if given else good.astype(np.float32)
+        return x, y, weights
+
+    def _remember(self, row: int, message: str) -> None:
+        with self._lock:
+            if row in self._bad:
+                return
+            self._bad[row] = message
+            count = len(self._bad)
+        if count <= NAMED_BAD_SAMPLES:
+            get_logger().warning("%s It has the sample weight 0.", message)
+        elif count == 10 ** round(math.log10(count)):
+            get_logger().warning("%s: %d bad samples so far, with the sample weight 0",
+                                 self.name, count)
+
+
+def _report(name: str, bad: Mapping[int, str]) -> None:
+    if bad:
+        get_logger().warning("%s: %d bad sample%s, with the sample weight 0", name, len(bad),
+                             "s" if len(bad) > 1 else "")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The names of the used columns."""
+
+    inputs: tuple[str, ...]
+    target: str | None
+    sample_weight: str | None
+
+    @property
+    def others(self) -> dict[str, str]:
+        """Those beside the input, by their field of a record."""
+        given = {"y": self.target, "weight": self.sample_weight}
+        return {field: name for field, name in given.items() if name is not None}
+
+    @property
+    def names(self) -> list[str]:
+        """All of them."""
+        return [*self.inputs, *self.others.values()]
+
+
+def choose_columns(names: Sequence[str], file: Path, columns: Sequence[str] | None,
+                   target: str | None, sample_weight: str | None) -> Columns:
+    """Select columns among the `names` of a file."""
+    if sample_weight is not None and target is None:
+        raise DataError("sample_weight needs a target: Keras knows weights only beside one.")
+    inputs = [name for name in names if name not in (target, sample_weight)] \
+        if columns is None else columns
+    chosen = Columns(tuple(inputs), target, sample_weight)
+    for name in chosen.names:
+        if name not in names:
+            raise DataError(f"{file} has no column {name!r}. It has: {', '.join(names)}.")
+    if not inputs:
+        raise DataError(f"{file} has no column for the input. Name some with columns=[...].")
+    return chosen
+
+
+class TableSource(FileSource):
+    """Rows in parts that are arrays of records with the fields `x`, `y` and `weight`."""
+    # `_starts` is int64 `(parts + 1,)`: the index of the first row of each part, and of all rows.
+
+    _starts: Array
+    _record: np.dtype[Any] = np.dtype([])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @abstractmethod
+    def _part(self, number: int) -> tuple[Array, Problems]:
+        """The records of a part; those of bad rows have any value."""
+
+    def set_record(self, record: np.dtype[Any]) -> None:
+        """Set the type of the records, and with it `fields`."""
+        self._record = record
+        self.fields = alone_or_tuple([
+            tf.TensorSpec(record[name].shape, tf.as_dtype(record[name].base))
+            for name in record.names or ()])
+
+    def read_rows(self, rows: Array) -> Structure:
+        """See `FileSource.read_rows`."""
+        parts = np.searchsorted(self._starts, rows, side="right") - 1
+        found, bad = np.empty(len(rows), self._record), {}
+        for part in np.unique(parts).tolist():
+            positions = np.flatnonzero(parts == part)
+            inside = rows[positions] - self._starts[part]
+            records, problems = self._part(part)
+            if problems:
+                bad.update({position: problems[row] for position, row in zip(
+                    positions.tolist(), inside.tolist(), strict=True) if row in problems})
+            found[positions] = records[inside]
+        if bad:
+            raise BadSamplesError(bad)
+        return alone_or_tuple([np.ascontiguousarray(found[name])
+                                for name in self._record.names or ()])
+
+
+def alone_or_tuple(values: list[Any]) -> Any:
+    """The structure of `x` alone, or of it with targets and weights."""
+    return tuple(values) if len(values) > 1 else values[0]

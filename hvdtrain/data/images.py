@@ -1,24 +1,29 @@
-"""`load_images`: a folder of images with one folder per class, as a source."""
+"""`load_images`: a folder of images with one folder per class, as a source; and their decoding."""
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.data.file_source import BadSamplesError, FileSource, OnError
-from hvdtrain.data.files import fingerprint
-from hvdtrain.data.pictures import PictureFormat, decode_picture
+from hvdtrain.data.build_once import fingerprint
+from hvdtrain.data.files import Array, BadSamplesError, FileSource, OnError
 from hvdtrain.data.source import Structure
 from hvdtrain.errors import DataError
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
-"""Names of files that are images; all others are passed over, as Keras does."""
+"""Suffixes of images; other files are skipped, as Keras does."""
+RESIZE_METHODS = ("bilinear", "nearest", "bicubic", "area", "lanczos3", "lanczos5", "gaussian",
+                  "mitchellcubic")
+_LINE_CHARACTERS = 200
 
 
 def load_images(folder: str | Path, size: tuple[int, int] | Sequence[int] = (256, 256), *,
@@ -32,15 +37,14 @@ def load_images(folder: str | Path, size: tuple[int, int] | Sequence[int] = (256
     `keras.utils.image_dataset_from_directory(folder, shuffle=False)`.
 
     Args:
-        folder: Path; the names of the folders in it are the classes, in alphabetical order.
-            Images may lie deeper in them. Names that begin with a dot are passed over.
+        folder: Path; the names of the folders in it are the classes, in alphabetical order. Images
+            may be in subfolders of them. Names that begin with a dot are skipped.
         size: Height and width to which images are resized.
         channels: Integer: 1 (gray), 3 (RGB) or 4 (RGBA).
         label_mode: `"int"`: int32 targets `()`; `"categorical"`: float32 one-hot targets.
         class_names: The classes in another order, or some of them; None for all.
         interpolation: String, a method of `tf.image.resize`.
-        crop_to_aspect_ratio: Boolean; cut the images, from the center, to the shape of `size`
-            instead of distorting them.
+        crop_to_aspect_ratio: Boolean, cut images from the center instead of distorting them.
         on_error: `"raise"`, or `"skip"`: images that cannot be decoded have sample weight 0.
         threads: Integer, images that are decoded at the same time.
 
@@ -57,8 +61,8 @@ def load_images(folder: str | Path, size: tuple[int, int] | Sequence[int] = (256
         raise DataError(f"label_mode must be 'int' or 'categorical'. Received: {label_mode!r}")
     if threads < 1:
         raise DataError(f"threads must be at least 1. Received: threads={threads}")
-    format_ = PictureFormat(height=int(size[0]), width=int(size[1]), channels=channels,
-                            interpolation=interpolation, crop_to_aspect_ratio=crop_to_aspect_ratio)
+    format_ = ImageFormat(height=int(size[0]), width=int(size[1]), channels=channels,
+                          interpolation=interpolation, crop_to_aspect_ratio=crop_to_aspect_ratio)
     names = _classes(root, class_names)
     files = [_images(root / name) for name in names]
     if not any(files):
@@ -69,38 +73,79 @@ def load_images(folder: str | Path, size: tuple[int, int] | Sequence[int] = (256
                        one_hot=label_mode == "categorical", on_error=on_error, threads=threads)
 
 
+@dataclass(frozen=True)
+class ImageFormat:
+    """What images become: float32 `(height, width, channels)`, values from 0 to 255."""
+
+    height: int
+    width: int
+    channels: int = 3
+    interpolation: str = "bilinear"
+    crop_to_aspect_ratio: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.height, self.width) < 1:
+            raise DataError(f"The size of images must be at least 1 x 1. Received: "
+                            f"{self.height} x {self.width}")
+        if self.channels not in (1, 3, 4):
+            raise DataError(f"Images have 1, 3 or 4 channels. Received: {self.channels}")
+        if self.interpolation not in RESIZE_METHODS:
+            raise DataError(f"Unknown interpolation {self.interpolation!r}. Expected one of: "
+                            f"{', '.join(RESIZE_METHODS)}.")
+
+    def decode(self, content: bytes) -> Array:
+        """Decode and resize an image, the first of a GIF; ValueError where it cannot be decoded."""
+        if not content:
+            raise ValueError("it is empty")
+        size = (self.height, self.width)
+        with tf.device("CPU:0"):
+            try:
+                image = tf.io.decode_image(content, self.channels, expand_animations=False)
+            except (tf.errors.OpError, UnicodeDecodeError) as error:
+                raise ValueError(first_line(error)) from error
+            if self.crop_to_aspect_ratio:  # the largest centered part, cut as Keras does
+                height, width = image.shape[:2]
+                new_height = min(height, max(1, math.floor(width * size[0] / size[1])))
+                new_width = min(width, max(1, math.floor(height * size[1] / size[0])))
+                top, left = (height - new_height) // 2, (width - new_width) // 2
+                image = image[top:top + new_height, left:left + new_width]
+            resized = tf.image.resize(image, size, method=self.interpolation)
+            return tf.cast(resized, tf.float32).numpy()  # type: ignore[no-any-return]
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a TensorFlow error, without names of operations."""
+    message = getattr(error, "message", "") or str(error) or type(error).__name__
+    if isinstance(error, UnicodeDecodeError):
+        # TensorFlow quotes the data in its message, which then is no text for Python.
+        message = error.object.decode(errors="replace")
+    line = re.sub(r"^\{\{.*?\}\} ?|Name: <unknown>, |\s*\[Op:.*$", "", message.splitlines()[0])
+    return line[:_LINE_CHARACTERS].rstrip(".")
+
+
 class ImageSource(FileSource):
     """Images and their classes. Made by `load_images`."""
 
-    def __init__(self, root: Path, files: Sequence[str], labels: np.ndarray[Any, Any],
-                 class_names: Sequence[str], format_: PictureFormat, *, one_hot: bool,
+    def __init__(self, root: Path, files: Sequence[str], labels: Array,
+                 class_names: Sequence[str], format_: ImageFormat, *, one_hot: bool,
                  on_error: OnError, threads: int) -> None:
-        settings = (tuple(class_names), format_, one_hot)
         super().__init__(str(root), on_error, lambda: fingerprint(
-            [Path(file) for file in files], "images", *settings))
+            list(map(Path, files)), "images", tuple(class_names), format_, one_hot))
         self.class_names = tuple(class_names)
         self.file_paths = tuple(files)
-        self._labels = labels
-        self._format = format_
-        self._one_hot = one_hot
+        self._labels, self._format, self._one_hot = labels, format_, one_hot
         self._pool = ThreadPoolExecutor(threads)
+        target = ((len(class_names),), tf.float32) if one_hot else ((), tf.int32)
+        self.fields = (tf.TensorSpec((format_.height, format_.width, format_.channels), tf.float32),
+                       tf.TensorSpec(*target))
 
     def __len__(self) -> int:
         return len(self.file_paths)
 
-    @property
-    def fields(self) -> Structure:
-        """See `FileSource.fields`."""
-        target = tf.TensorSpec((len(self.class_names),), tf.float32) if self._one_hot else \
-            tf.TensorSpec((), tf.int32)
-        return tf.TensorSpec(self._format.shape, tf.float32), target
-
-    def targets(self) -> np.ndarray[Any, Any] | None:
-        """See `Source.targets`."""
+    def targets(self) -> Array | None:
         return None if self._one_hot else self._labels
 
-    def read_rows(self, rows: np.ndarray[Any, Any]) -> Structure:
-        """See `FileSource.read_rows`."""
+    def read_rows(self, rows: Array) -> Structure:
         found = list(self._pool.map(self._read_one, rows.tolist()))
         problems = {position: image for position, image in enumerate(found)
                     if isinstance(image, str)}
@@ -111,14 +156,12 @@ class ImageSource(FileSource):
             labels = np.eye(len(self.class_names), dtype=np.float32)[labels]
         return np.stack(found), labels
 
-    def _read_one(self, row: int) -> np.ndarray[Any, Any] | str:
-        """An image, or what is wrong with it."""
-        path = self.file_paths[row]
+    def _read_one(self, row: int) -> Array | str:
+        path = Path(self.file_paths[row])
         try:
-            with open(path, "rb") as stream:
-                content = stream.read()
-            self.count.add(len(content))
-            return decode_picture(content, self._format)
+            content = path.read_bytes()
+            self.count_bytes(len(content))
+            return self._format.decode(content)
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}."
         except ValueError as error:
@@ -130,16 +173,13 @@ def _classes(root: Path, given: Sequence[str] | None) -> list[str]:
                    if entry.is_dir() and not entry.name.startswith("."))
     if not there:
         raise DataError(f"{root} has no folder in it. Expected one folder of images per class.")
-    if given is None:
-        return there
-    missing = [name for name in given if name not in there]
+    missing = [name for name in given or () if name not in there]
     if missing:
         raise DataError(f"{root} has no folder {missing[0]!r}. It has: {', '.join(there)}.")
-    return list(given)
+    return there if given is None else list(given)
 
 
 def _images(folder: Path) -> list[str]:
-    """The images in a folder and those below it, in the order of Keras."""
     return [os.path.join(parent, name)
             for parent, _, names in sorted(os.walk(folder), key=lambda entry: entry[0])
             for name in sorted(names) if name.lower().endswith(SUFFIXES)]

@@ -1,33 +1,36 @@
-"""Data sources: rows by number. A source knows no rank.
-
-`Source` is the interface; `ArraySource` serves arrays in memory (or memory-mapped); `load_npz`
-opens an `.npz` file, memory-mapped where it is not compressed.
-"""
+"""Data sources: samples that are read by their index. A source knows no rank."""
 
 from __future__ import annotations
 
-import zipfile
+import functools
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.data.files import ByteCount
 from hvdtrain.errors import DataError
+
+if TYPE_CHECKING:
+    from hvdtrain.data.stream import StreamSource
 
 Structure = Any
 """`x`, `(x,)`, `(x, y)` or `(x, y, sample_weight)`; each may be nested as Keras allows."""
+_COUNTING = threading.Lock()
 
 
 class Source(ABC):
-    """Samples that can be read by their number, in any order, many times."""
+    """Samples that can be read by their index, in any order, many times, from any thread."""
 
     name: str
+    bytes_read = 0
+    """Bytes of files that this process has read for samples; 0 for data in memory."""
+    index_bytes_read = 0
+    """Bytes that this process has read to index the samples."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -43,52 +46,42 @@ class Source(ABC):
         """Read some samples.
 
         Args:
-            rows: int64 array of shape `(n,)`, numbers of samples.
+            rows: int64 array of shape `(n,)`, indices of samples.
 
         Returns:
             The structure of `signature` with arrays of shape `(n, ...)`.
         """
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of files that this process has read for samples; 0 for data in memory."""
-        return 0
-
-    @property
-    def index_bytes_read(self) -> int:
-        """Bytes that this process has read to find out where the samples are."""
-        return 0
+    def count_bytes(self, number: int) -> None:
+        """Add to `bytes_read`. Any thread."""
+        with _COUNTING:
+            self.bytes_read += number
 
     def targets(self) -> np.ndarray[Any, Any] | None:
-        """The targets of all samples, if they are at hand without reading the samples."""
+        """The targets of all samples, if available without reading the samples."""
         return None
-
-
-class Stream(ABC):
-    """Samples that come one after another; see `data.stream`."""
-
-    name: str
 
 
 @dataclass(frozen=True)
 class DataSplits:
-    """Training data, and validation data where there is some."""
+    """Training data, and validation data or None."""
 
     train: Source | Any
     validation: Source | Any | None = None
 
 
 class ArraySource(Source):
-    """Samples along the first axis of arrays.
+    """Samples along the first axis of arrays. Memory-mapped ones are read row by row.
 
     Args:
-        data: Structure of arrays: `x`, `(x, y)` or `(x, y, sample_weight)`. Memory-mapped
-            arrays are read row by row.
+        data: Structure of arrays: `x`, `(x, y)` or `(x, y, sample_weight)`.
         name: String for messages.
 
     Raises:
         DataError: No samples, or arrays of different lengths.
     """
+
+    signature: Structure = None
 
     def __init__(self, data: Structure, *, name: str = "arrays") -> None:
         self.name = name
@@ -101,16 +94,10 @@ class ArraySource(Source):
         if not lengths or lengths == {0}:
             raise DataError(f"{name}: the data set is empty; at least one sample is needed.")
         self._length = lengths.pop()
-        self._count = ByteCount()
+        self.signature = signature_of(self._data)
 
     def __len__(self) -> int:
         return self._length
-
-    @property
-    def signature(self) -> Structure:
-        """See `Source.signature`."""
-        return tf.nest.map_structure(
-            lambda a: tf.TensorSpec(a.shape[1:], tf.as_dtype(a.dtype)), self._data)
 
     @property
     def arrays(self) -> Structure | None:
@@ -123,14 +110,9 @@ class ArraySource(Source):
         def take(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
             taken = np.asarray(array[rows])
             if isinstance(array, np.memmap):
-                self._count.add(taken.nbytes)
+                self.count_bytes(taken.nbytes)
             return taken
         return tf.nest.map_structure(take, self._data)
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of the rows read from memory-mapped arrays; the system reads whole pages."""
-        return self._count.value
 
     def targets(self) -> np.ndarray[Any, Any] | None:
         """See `Source.targets`."""
@@ -138,26 +120,107 @@ class ArraySource(Source):
         return self._data[1] if is_pair and isinstance(self._data[1], np.ndarray) else None
 
 
-def as_source(data: Any, name: str) -> Any:
-    """Arrays and a `keras.utils.PyDataset` as a source, a `tf.data.Dataset` as a stream.
+class PyDatasetSource(Source):
+    """The samples of a `keras.utils.PyDataset`, in batches of one size but for the last.
 
-    Sources, streams and None stay as they are.
+    Reading a sample makes its whole batch, so with shuffling a step costs about as many batches as
+    it has samples: where batches are expensive use `shuffle=False` and small batches. Sample i must
+    be the same in each epoch, and on each rank (`on_epoch_begin` and `on_epoch_end` are not
+    called). One thread at a time calls it, without its `workers`. `kept` batches stay in memory.
     """
-    if data is None or isinstance(data, (Source, Stream)):
-        return data
-    # By name: whoever made one has imported Keras, and nobody else needs to.
-    if any(cls.__name__ == "PyDataset" for cls in type(data).__mro__):
-        from hvdtrain.data.py_dataset import PyDatasetSource
-        return PyDatasetSource(data, name=name)
-    if isinstance(data, tf.data.Dataset):
-        from hvdtrain.data.stream import StreamSource
-        return StreamSource(data, name=name)
-    return ArraySource(data, name=name)
+
+    signature: Structure = None
+
+    def __init__(self, dataset: Any, *, kept: int = 8, name: str = "PyDataset") -> None:
+        self.name = name
+        self._dataset = dataset
+        self._lock = threading.Lock()
+        self._cached = functools.lru_cache(max(1, kept))(self._made)
+        if dataset.num_batches is None:
+            raise DataError(f"{name}: the PyDataset has no end (num_batches is None). Give it a "
+                            "known number of batches.")
+        self._number = int(dataset.num_batches)
+        if self._number < 1:
+            raise DataError(f"{name}: the PyDataset has no batches; at least one is needed.")
+        self._first: Structure = None
+        self._size = 0
+        self._cached(0)
+        last = len(tf.nest.flatten(self._cached(self._number - 1))[0])
+        if not 0 < last <= self._size:
+            raise DataError(f"{name}: the last batch has {last} samples; expected 1 to "
+                            f"{self._size}, as many as the first one has.")
+        self._length = (self._number - 1) * self._size + last
+        self.signature = signature_of(self._first)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, rows: np.ndarray[Any, Any]) -> Structure:
+        """See `Source.read`."""
+        batches, places = np.divmod(np.asarray(rows, np.int64), self._size)
+        result = tf.nest.map_structure(
+            lambda array: np.empty((len(rows), *array.shape[1:]), array.dtype), self._first)
+        for number in np.unique(batches).tolist():
+            chosen = batches == number
+            with self._lock:
+                batch = self._cached(number)
+            for into, array in zip(tf.nest.flatten(result), tf.nest.flatten(batch), strict=True):
+                into[chosen] = array[places[chosen]]
+        return result
+
+    def _made(self, number: int) -> Structure:
+        batch = tf.nest.map_structure(np.asarray, keras_like(self._dataset[number]))
+        lengths = {len(array) if array.ndim else 0 for array in tf.nest.flatten(batch)}
+        if len(lengths) != 1:
+            raise DataError(f"{self.name}: the arrays of batch {number} have different numbers of "
+                            f"samples: {', '.join(map(str, sorted(lengths)))}.")
+        looks, samples = _looks(batch), lengths.pop()
+        if self._first is None:
+            self._first, self._size = batch, samples
+        expected = _looks(self._first)
+        if looks != expected:
+            raise DataError(f"{self.name}: batch {number} has samples of {looks}; expected "
+                            f"{expected}, as in the first one.")
+        if number < self._number - 1 and samples != self._size:
+            raise DataError(f"{self.name}: batch {number} has {samples} samples; expected "
+                            f"{self._size}, as in the first one. Only the last batch "
+                            "may be smaller.")
+        return batch
+
+
+def _looks(batch: Structure) -> str:
+    return ", ".join(f"{array.dtype} {array.shape[1:]}" for array in tf.nest.flatten(batch))
+
+
+def signature_of(arrays: Structure) -> Structure:
+    """The `Source.signature` of samples in arrays."""
+    return tf.nest.map_structure(
+        lambda array: tf.TensorSpec(array.shape[1:], tf.as_dtype(array.dtype)), arrays)
 
 
 def keras_like(data: Any) -> Any:
-    """The structure of data as Keras hands it on: lists are tuples."""
+    """The structure of data as Keras passes it on: lists are tuples."""
     return keras.tree.lists_to_tuples(data)
+
+
+def tensors_of(batch: Structure) -> Structure:
+    """Arrays as tensors; ragged and sparse tensors, and None, stay the same."""
+    def tensor(value: Any) -> Any:
+        kept = value is None or isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
+        return value if kept else tf.convert_to_tensor(value)
+    return tf.nest.map_structure(tensor, batch)
+
+
+def as_source(data: Any, name: str) -> Any:
+    """Arrays and a `keras.utils.PyDataset` as a source, a `tf.data.Dataset` as a stream."""
+    from hvdtrain.data.stream import StreamSource
+    if data is None or isinstance(data, (Source, StreamSource)):
+        return data
+    if isinstance(data, keras.utils.PyDataset):
+        return PyDatasetSource(data, name=name)
+    if isinstance(data, tf.data.Dataset):
+        return StreamSource(data, name=name)
+    return ArraySource(data, name=name)
 
 
 def splits_of(data: Any) -> DataSplits:
@@ -168,26 +231,21 @@ def splits_of(data: Any) -> DataSplits:
                       validation=as_source(data.validation, "validation"))
 
 
-def check_source(source: Source | Stream, *, streams: bool = False) -> None:
-    """Read one sample and compare it with what the source says of itself.
+def one_sample(source: Source | StreamSource) -> Structure:
+    """One sample, with a first axis of length 1."""
+    return source.read(np.zeros(1, np.int64)) if isinstance(source, Source) else source.first()
 
-    Args:
-        source: The source.
-        streams: Boolean, whether it may be a stream.
 
-    Raises:
-        DataError: Structure, shape or dtype differ, and TensorFlow would fail on it later; or it
-            is a stream.
-    """
-    if isinstance(source, Stream):
-        if not streams:
-            raise DataError(f"{source.name}: a stream cannot be read by sample numbers, as this "
-                            "engine does. Use engine allreduce, or give arrays or files (shared by "
-                            "sample, not by_file).")
+def check_source(source: Source | StreamSource, *, streams: bool = False) -> None:
+    """Read one sample and compare it with the source's signature; DataError where they differ."""
+    # TensorFlow would fail on it later. Also an error: a stream, unless `streams`.
+    if not isinstance(source, Source) and not streams:
+        raise DataError(f"{source.name}: a stream cannot be read by sample numbers, as this engine "
+                        "does. Use engine allreduce, or give arrays or files (shared by sample, "
+                        "not by_file).")
+    if not isinstance(source, Source) or isinstance(source, ArraySource):
         return
-    if isinstance(source, ArraySource):
-        return
-    expected, sample = source.signature, source.read(np.zeros(1, np.int64))
+    expected, sample = source.signature, one_sample(source)
     try:
         tf.nest.assert_same_structure(expected, sample)
     except (ValueError, TypeError) as error:
@@ -223,63 +281,3 @@ def _as_array(value: Any, name: str) -> np.ndarray[Any, Any]:
             f"Received: an array of shape {array.shape} and dtype {array.dtype}. A plain list is "
             "taken as a list of arrays; wrap it in numpy.array().")
     return array
-
-
-def load_npz(path: str | Path, *, x: str = "x", y: str | None = "y",
-             sample_weight: str | None = None) -> ArraySource:
-    """Open an `.npz` file as a source.
-
-    Members that are not compressed (`np.savez`) are memory-mapped, so that each rank reads
-    only the rows it trains on; compressed ones are loaded whole.
-
-    Args:
-        path: Path of the file.
-        x: String, the name of the inputs' array.
-        y: String or None, the name of the targets' array.
-        sample_weight: String or None, the name of the weights' array.
-
-    Raises:
-        DataError: The file is missing, unreadable, empty or lacks an array.
-    """
-    file = Path(path)
-    if not file.is_file():
-        raise DataError(f"The data file {file} does not exist. Expected an .npz file with the "
-                        f"arrays {', '.join(n for n in (x, y, sample_weight) if n)}.")
-    names = [n for n in (x, y, sample_weight) if n is not None]
-    try:
-        arrays = [_load_member(file, name) for name in names]
-    except KeyError as error:
-        with zipfile.ZipFile(file) as archive:
-            there = [n.removesuffix(".npy") for n in archive.namelist()]
-        raise DataError(f"{file} has no array {error.args[0]!r}; it has {', '.join(there)}. "
-                        "Name the arrays with x = ... and y = ...") from None
-    except (zipfile.BadZipFile, ValueError, OSError, EOFError) as error:
-        raise DataError(f"{file} cannot be read as an .npz file ({error}). "
-                        "Write it with numpy.savez(file, x=..., y=...).") from error
-    return ArraySource(tuple(arrays) if len(arrays) > 1 else arrays[0], name=str(file))
-
-
-def _load_member(file: Path, name: str) -> np.ndarray[Any, Any]:
-    member = f"{name}.npy"
-    with zipfile.ZipFile(file) as archive:
-        if member not in archive.namelist():
-            raise KeyError(name)
-        info = archive.getinfo(member)
-        if info.compress_type != zipfile.ZIP_STORED:
-            with archive.open(member) as stream:
-                return np.lib.format.read_array(stream, allow_pickle=False)
-    with file.open("rb") as stream:
-        # Local header: 30 bytes, then name and extra field, whose lengths stand at 26 and 28.
-        stream.seek(info.header_offset + 26)
-        skip = int.from_bytes(stream.read(2), "little") + int.from_bytes(stream.read(2), "little")
-        stream.seek(info.header_offset + 30 + skip)
-        version = np.lib.format.read_magic(stream)
-        read_header = (np.lib.format.read_array_header_1_0 if version == (1, 0)
-                       else np.lib.format.read_array_header_2_0)
-        shape, fortran, dtype = read_header(stream)
-        if dtype.hasobject:
-            raise ValueError(f"array {name!r} holds Python objects")
-        if 0 in shape:
-            return np.empty(shape, dtype)
-        return np.memmap(file, dtype=dtype, mode="r", offset=stream.tell(), shape=shape,
-                         order="F" if fortran else "C")

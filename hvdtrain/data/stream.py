@@ -1,52 +1,48 @@
-"""Streams: samples that come one after another, in a number that nobody knows before.
+"""Streams: samples that come one after another, in an unknown number.
 
-`StreamSource` divides one into a share for each rank. The shares are counted once, before the
-first step, and `StreamPlan` makes of the counts a plan like that of any other data: the same
-number of steps on every rank, and the weight of each rank in each step, since shares differ. A
-rank whose share has ended goes on with a sample that does not count.
+The shares of the ranks are counted once, before the first step, and `StreamPlan` makes a plan: the
+same number of steps on every rank, and each rank's weight in each step, since shares differ. A rank
+whose share has ended continues with a sample that does not count.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
-from hvdtrain.data.pipeline import numbers_of, ready
-from hvdtrain.data.source import Source, Stream, Structure, keras_like
-from hvdtrain.data.stream_order import (
-    check_order,
-    first_samples,
-    is_batched,
-    is_tuned,
-    order_of,
-)
-from hvdtrain.data.stream_plan import StreamPlan
-from hvdtrain.data.undecoded import Undecoded, samples_of
+from hvdtrain.data.pipeline import first_of_epoch, numbers_of, ready
+from hvdtrain.data.plans import StreamPlan
+from hvdtrain.data.source import Structure, keras_like
+from hvdtrain.data.tf_order import SAMPLES, check_order, is_batched, is_tuned, order_of
+from hvdtrain.data.tf_pipeline import Undecoded, samples_of
 from hvdtrain.errors import DataError
 from hvdtrain.log import get_logger
 
 _SAY_EVERY_S = 5.0
 
 
-class StreamSource(Stream):
+class StreamSource:
     """Samples from a `tf.data.Dataset` or a generator, of any length.
 
-    Args:
-        make: A `tf.data.Dataset` of samples or of batches, which are taken apart; rank r takes
-            the samples r, r + N, r + 2N, ..., so that its order must be the same on all ranks.
-            Or a function `make(rank, size)` that returns the dataset, or a new iterator, of one
-            rank's samples, so that each rank reads its own files only; it is called for each
-            epoch anew, or iterated anew. `make(rank, size, epoch)` is told the epoch, counted
-            from 0: with an order that depends on it a run that is resumed sees the same one.
-        name: String for messages.
-
     Samples whose shapes differ are padded with zeros within a batch.
+
+    Args:
+        make: A `tf.data.Dataset` of samples, or of batches, which are unbatched; rank r takes the
+            samples r, r + N, r + 2N, ..., so its order must be the same on all ranks. Or a function
+            `make(rank, size)` that returns the dataset, or a new iterator, of one rank's samples,
+            so that each rank reads its own files only; it is called or iterated again for each
+            epoch. `make(rank, size, epoch)` gets the epoch, counted from 0: a resumed run sees the
+            same order if it depends on that alone.
+        name: String for messages.
 
     Example:
         ```python
@@ -64,9 +60,11 @@ class StreamSource(Stream):
         self._undecoded = (samples_of(make, batched=is_batched(make))
                            if isinstance(make, tf.data.Dataset) else None)
         self._shares: dict[tuple[int, int], Callable[[Any], Any]] = {}
-        self._by_epoch = self._undecoded is None and _takes_epoch(make)
-        self._signature: Structure | None = None
-        self._first: list[Structure] | None = None
+        self._by_epoch = False
+        if self._undecoded is None:
+            with suppress(TypeError, ValueError):
+                inspect.signature(make).bind(0, 1, 0)
+                self._by_epoch = True
         self._counts: dict[tuple[int, int], int] = {}
         self.counts: tuple[int, ...] = ()
         """Samples of each rank's share; known once `count_everywhere` was called."""
@@ -78,97 +76,75 @@ class StreamSource(Stream):
             self._undecoded, self._shares = Undecoded(made), {}
 
     def __len__(self) -> int:
-        """Samples of all shares; known once `count_everywhere` was called."""
         if not self.counts:
             raise DataError(f"{self.name}: the stream was not counted yet.")
         return sum(self.counts)
 
     def count_everywhere(self, collective: Collective) -> tuple[int, ...]:
-        """Count every rank's share, each rank its own, and compare their order. All ranks.
-
-        Raises:
-            DataError: The stream never ends, or has another order on each rank.
-        """
-        if isinstance(self._make, tf.data.Dataset):
-            check_order(self._make, self._first_samples(), collective, self.name)
+        """Count every rank's share, each rank its own, and compare their order. All ranks."""
+        if self._undecoded is not None:
+            check_order(self._make, self._first_samples, collective, self.name)
         self.counts = tuple(collective.gather_objects(self.count(collective.rank, collective.size)))
         return self.counts
 
     @property
     def order(self) -> str:
         """What decides the order of the samples, as far as it is known; equal on all ranks."""
-        return repr(order_of(self._make)) if isinstance(self._make, tf.data.Dataset) else ""
+        return "" if self._undecoded is None else repr(order_of(self._make))
 
-    @property
+    @cached_property
     def signature(self) -> Structure:
-        """Structure of `tf.TensorSpec` of one sample.
+        """Structure of `tf.TensorSpec` of one sample, which must be batchable."""
+        made = self._share(0, 1)
+        if isinstance(made, tf.data.Dataset):
+            signature = made.element_spec
+        else:
+            sample = self._not_empty(itertools.islice(made, 1))[0]
+            signature = tf.nest.map_structure(
+                lambda value: tf.type_spec_from_value(
+                    value if isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
+                    else np.asarray(value)), keras_like(sample))
+        for spec in tf.nest.flatten(signature):
+            if not isinstance(spec, tf.TensorSpec):
+                raise DataError(
+                    f"{self.name}: expected samples of dense tensors. Received: "
+                    f"{type(spec).__name__.removesuffix('Spec')} of {spec.dtype.name}. Make it "
+                    "dense before, e.g. dataset.map(lambda x, y: (x.to_tensor(), y)) for a "
+                    "RaggedTensor, tf.sparse.to_dense(x) for a SparseTensor.")
+        return signature
 
-        Raises:
-            DataError: There is no sample, or it is of a kind that cannot be batched.
-        """
-        if self._signature is None:
-            made = self._share(0, 1)
-            if isinstance(made, tf.data.Dataset):
-                signature = made.element_spec
-            else:
-                sample = next(iter(made), None)
-                if sample is None:
-                    raise DataError(f"{self.name}: the stream is empty; at least one sample is "
-                                    "needed.")
-                signature = tf.nest.map_structure(_spec_of, keras_like(sample))
-            for spec in tf.nest.flatten(signature):
-                if not isinstance(spec, tf.TensorSpec):
-                    raise DataError(
-                        f"{self.name}: expected samples of dense tensors. Received: "
-                        f"{type(spec).__name__.removesuffix('Spec')} of {spec.dtype.name}. Make it "
-                        "dense before, e.g. dataset.map(lambda x, y: (x.to_tensor(), y)) for a "
-                        "RaggedTensor, tf.sparse.to_dense(x) for a SparseTensor.")
-            self._signature = signature
-        return self._signature
+    def _not_empty(self, samples: Iterable[Any]) -> list[Any]:
+        found = list(samples)
+        if not found:
+            raise DataError(f"{self.name}: the stream is empty; at least one sample is needed.")
+        return found
 
     def samples(self, rank: int, size: int, epoch: Any = 0, begin: Any = 0) -> Any:
-        """The share of one rank, a `tf.data.Dataset` of samples. Iterate it once per epoch.
-
-        Args:
-            rank: Integer.
-            size: Integer, number of ranks.
-            epoch: Integer or integer tensor, for a function that is told it.
-            begin: Integer or integer tensor, how many samples are left out before. Those of a
-                `tf.data.Dataset` are not decoded.
-        """
+        """The share of one rank, a `tf.data.Dataset` of samples. Iterate it once per epoch."""
+        # `begin` samples are skipped, without decoding those of a `tf.data.Dataset`. `begin` and
+        # `epoch` may be tensors.
         signature = self.signature
-        if self._by_epoch:
-            return tf.data.Dataset.from_generator(
-                lambda number: map(keras_like, iter(self._share(rank, size, int(number)))),
-                args=(epoch,), output_signature=signature).skip(begin)
-        made = self._share(rank, size, begin=begin)
-        if isinstance(made, tf.data.Dataset):
-            return made if self._undecoded else made.skip(begin)
+        if not self._by_epoch:
+            made = self._share(rank, size, begin=begin)
+            if isinstance(made, tf.data.Dataset):
+                return made if self._undecoded else made.skip(begin)
         return tf.data.Dataset.from_generator(
-            lambda: map(keras_like, iter(self._share(rank, size))),
-            output_signature=signature).skip(begin)
+            lambda number: map(keras_like, iter(self._share(rank, size, int(number)))),
+            args=(epoch,), output_signature=signature).skip(begin)
 
     def begin_at(self, epoch: int, rank: int, size: int) -> None:
-        """Let the shuffles of a rank's share go on as after so many epochs.
-
-        A shuffle draws a new order each time it is iterated.
-        """
+        """Let the shuffles of a rank's share continue as after so many epochs."""
         if not self._by_epoch:
             samples = self.samples(rank, size)
-            for _ in range(epoch):
+            for _ in range(epoch):  # a shuffle draws a new order each time it is iterated
                 iter(samples)
 
     def count(self, rank: int, size: int) -> int:
-        """The number of samples of a rank's share: reads them once, unless it is known.
-
-        Those of a `tf.data.Dataset` are not decoded for it.
-
-        Raises:
-            DataError: It never ends.
-        """
+        """The number of samples of a rank's share: reads them once, unless it is known."""
+        # Those of a `tf.data.Dataset` are not decoded for it.
         if (rank, size) not in self._counts:
             dataset = (self.samples(rank, size) if self._undecoded is None
-                       else self._undecoded.undecoded_share(rank, size))
+                       else self._undecoded.begin.shard(size, rank))
             known = int(dataset.cardinality())
             if known == tf.data.INFINITE_CARDINALITY:
                 raise DataError(f"{self.name}: the data set never ends. Cut it with .take(samples "
@@ -177,7 +153,7 @@ class StreamSource(Stream):
         return self._counts[rank, size]
 
     def _read_over(self, dataset: Any) -> int:
-        """Count by reading, and say so where it takes long: it may never end."""
+        """Count by reading, with a message where it takes long: it may never end."""
         count, said = 0, time.monotonic()
         for part in dataset.map(lambda *sample: 1).batch(64).as_numpy_iterator():
             count += len(part)
@@ -189,16 +165,14 @@ class StreamSource(Stream):
         return count
 
     def numbers(self, rank: int, size: int) -> np.ndarray[Any, Any]:
-        """The numbers of a rank's samples among all, after `count_everywhere`.
-
-        Of a function they are those that follow the samples of the ranks before.
-        """
-        if isinstance(self._make, tf.data.Dataset):
+        """The indices of a rank's samples among all, after `count_everywhere`."""
+        # With a function they follow the samples of the ranks before.
+        if self._undecoded is not None:
             return np.arange(rank, len(self), size, dtype=np.int64)
-        return np.full(self.count(rank, size), rank, np.int64)
+        return np.full(self.counts[rank], rank, np.int64)
 
     def batches(self, rank: int, size: int, batch: int, epoch: Any = 0, begin: Any = 0) -> Any:
-        """The share of one rank in batches from one on, once; the last one may be smaller."""
+        """The share of one rank in batches, once; the last one may be smaller."""
         samples = self.samples(rank, size, epoch, begin * batch)
         shapes = [spec.shape for spec in tf.nest.flatten(samples.element_spec)]
         if all(shape.is_fully_defined() or shape.rank is None for shape in shapes):
@@ -206,19 +180,12 @@ class StreamSource(Stream):
         return samples.padded_batch(batch)
 
     def first(self) -> Structure:
-        """One sample, with a first axis of length 1.
+        """One sample, with a first axis of length 1."""
+        return self._first_samples[0]
 
-        Raises:
-            DataError: There is none.
-        """
-        return self._first_samples()[0]
-
+    @cached_property
     def _first_samples(self) -> list[Structure]:
-        if self._first is None:
-            self._first = first_samples(self.samples(0, 1))
-            if not self._first:
-                raise DataError(f"{self.name}: the stream is empty; at least one sample is needed.")
-        return self._first
+        return self._not_empty(self.samples(0, 1).take(SAMPLES).batch(1).as_numpy_iterator())
 
     def _share(self, rank: int, size: int, epoch: int = 0, begin: Any = 0) -> Any | Iterable[Any]:
         if self._undecoded is not None:
@@ -228,34 +195,14 @@ class StreamSource(Stream):
         return self._make(rank, size, epoch) if self._by_epoch else self._make(rank, size)
 
 
-def _takes_epoch(make: Callable[..., Any]) -> bool:
-    """Whether a function takes three arguments: rank, size and epoch."""
-    try:
-        inspect.signature(make).bind(0, 1, 0)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 def stream_dataset(source: StreamSource, plan: StreamPlan, *, first_epoch: int = 0,
                    first_step: int = 0, epochs: int | None = None) -> Any:
-    """This rank's batches of a stream, epoch after epoch without end.
-
-    Args:
-        source: The stream.
-        plan: Its steps.
-        first_epoch: Integer, the epoch to begin with.
-        first_step: Integer, the step of that epoch to begin with; what comes before is read over.
-        epochs: Integer, end after so many; None for never.
-
-    Returns:
-        A `tf.data.Dataset` as that of `training_dataset`: of pairs `(weight, batch)` where the
-        plan is uneven. Where a share gives fewer samples than were counted, or more, reading it
-        fails: at the latest in place of the last batch of the epoch.
-    """
+    """As `training_dataset`, for a stream: this rank's batches, epoch after epoch without end."""
+    # What comes before `first_step` is read and dropped. Where a share gives fewer samples than
+    # were counted, or more, reading it fails: at the latest in place of the last batch of the
+    # epoch.
     weights = tf.constant(plan.weights())
-    sizes = tf.constant([plan.batch_of(plan.rank, step) for step in range(plan.steps + 1)],
-                        tf.int64)
+    sizes = tf.constant([*plan.sizes(plan.rank), 0], tf.int64)
     source.begin_at(first_epoch, plan.rank, plan.size)
     first = tf.nest.map_structure(tf.convert_to_tensor, source.first())
     spare = tf.data.Dataset.from_tensors(first).repeat()
@@ -273,7 +220,7 @@ def stream_dataset(source: StreamSource, plan: StreamPlan, *, first_epoch: int =
             return tf.identity(step), tf.nest.map_structure(tf.identity, batch)
 
     def one_epoch(epoch: Any) -> Any:
-        begin = tf.where(tf.equal(epoch, first_epoch), tf.constant(first_step, tf.int64), 0)
+        begin = first_of_epoch(epoch, first_epoch, first_step)
         # One step more than there are: nothing must be left over.
         steps = tf.data.Dataset.range(begin, plan.steps + 1)
         own = source.batches(plan.rank, plan.size, plan.batch_per_rank, epoch, begin)
@@ -288,17 +235,3 @@ def stream_dataset(source: StreamSource, plan: StreamPlan, *, first_epoch: int =
 
     return ready(numbers_of(first_epoch, epochs).flat_map(one_epoch),
                  autotune=is_tuned(source.samples(plan.rank, plan.size)))
-
-
-def one_sample(source: Source | StreamSource) -> Structure:
-    """One sample, with a first axis of length 1."""
-    if isinstance(source, StreamSource):
-        return source.first()
-    return source.read(np.zeros(1, np.int64))
-
-
-def _spec_of(value: Any) -> Any:
-    if isinstance(value, (tf.RaggedTensor, tf.SparseTensor)):
-        return tf.type_spec_from_value(value)
-    array = np.asarray(value)
-    return tf.TensorSpec(array.shape, tf.as_dtype(array.dtype))

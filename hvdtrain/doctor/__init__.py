@@ -1,5 +1,5 @@
-"""Is this machine, and is each host, fit for training? Facts, then findings, then a table.
+"""Are this machine and all hosts fit for training? Facts, then findings, then a table.
 
-`probe/` looks at a host and runs there; `facts.py` is what it tells; `judge/` makes findings of
-facts and touches nothing; `examine.py` brings them together.
+`probe.py` collects the `facts.py` of each host; `judge_host.py` and `judge_together.py` make
+findings of facts and touch nothing; `examine.py` runs both.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.hosts import Host, parse_hosts, read_hostfile
 from hvdtrain.launch.options import HostsOptions
 from hvdtrain.settings import setting
 
@@ -21,13 +20,3 @@ class DoctorOptions(HostsOptions):
         None, "The job's output folder: is it one folder on all hosts?", option="--output,-o",
         unset="runs, if it is there")
     allreduce: bool = setting(True, "Run two ranks that reduce known values.")
-
-    def read_hosts(self) -> tuple[Host, ...]:
-        """The hosts that were named; empty where none were.
-
-        Raises:
-            ConfigError: They cannot be read.
-        """
-        if self.hostfile is not None:
-            return read_hostfile(self.hostfile)
-        return parse_hosts(self.hosts) if self.hosts is not None else ()

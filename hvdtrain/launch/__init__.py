@@ -1,1 +1,1 @@
-"""Starting ranks: a plan is a value (`plan.py`), shown by `render.py`, done by `execute.py`."""
+"""Starts ranks: `plan.py` makes a plan, which is a value and can be shown; `execute.py` runs it."""

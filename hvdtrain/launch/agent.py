@@ -1,29 +1,27 @@
 """Program: starts and watches the ranks of one host, for `launch/native.py`.
 
-Standard library only, imports nothing of hvdtrain. `launch/link.py` sends it to its host through
-standard input, so that nothing need be installed there to see why a rank cannot start.
+Standard library only, and nothing of hvdtrain: `launch/link.py` sends it through standard input, so
+that a host needs no installation to report why a rank cannot start. It
 
-1. Reads a line `{"peers": [HOST, ...]}`, some of the hosts to which this one needs a way.
-2. Writes `HVDTRAIN-AGENT {...}` with the facts of this host.
-3. Reads a line with a size, and so many bytes of JSON with the work: command, directory, ranks
-   with their environments, grace_s, lease_s (0: for ever), stdin (a descriptor for the standard
-   input of the ranks, or null), and `preload` where ranks are to be forked: the text of
-   `preload/client.py`, and, unless their environment names a preloaded process, the words that
-   start one.
-4. Reads lines `{"signal": N}` for every rank, `{"pause": true}`, and `{}` as a sign of life. Writes
-   JSON lines `exit`, `note` for the user, and `output` followed by as many bytes as it says.
+1. reads a line `{"peers": [HOST, ...]}`, some of the hosts that this one must reach;
+2. writes `HVDTRAIN-AGENT {...}` with the facts of this host;
+3. reads a line with a size, then as many bytes of JSON, the work: command, directory, env, ranks
+   with their own variables, grace_s, lease_s (0: no limit), stdin (descriptor, or null),
+   and to fork the ranks `preload`: the text of `preload/client.py` and, unless the environments
+   name a preloaded process, the command that starts one;
+4. reads lines `{"signal": N}` for every rank, and `{}`, which renews the lease; writes JSON lines
+   `exit`, `note` (for the user) and `output`, with as many bytes as it says.
 
-When standard input closes, or brings nothing for `lease_s`, the launcher has gone, however it
-ended: the ranks get SIGTERM, then SIGKILL. When the agent itself is killed, a second process, the
-keeper, kills them.
-
-Rules learnt by failure: each rank leads a session, and its whole group is killed when it ends
-(data-loader workers); its end is awaited by pidfd, not by its pipes, which a child may hold open.
+If standard input ends, or brings nothing for `lease_s`, the launcher is gone: the ranks get
+SIGTERM, then SIGKILL. If the agent is killed, a second process, the keeper, kills them. Each rank
+leads a session, and its whole group is killed when it ends (data-loader workers); pidfds tell the
+end, since children may hold the pipes open.
 """
 
 import contextlib
 import ctypes
 import fcntl
+import functools
 import json
 import os
 import selectors
@@ -38,33 +36,30 @@ from collections.abc import Callable
 from typing import Any
 
 MARK = b"HVDTRAIN-AGENT "
-_PR_SET_PDEATHSIG = 1
-_SIOCGIFADDR = 0x8915
+_PR_SET_PDEATHSIG, _SIOCGIFADDR = 1, 0x8915
 _DISCARD_PORT = 9
 _CHUNK = 65536
 _FIRST_LEASE_S = 60
+_EXIT_NOT_STARTED = 127  # as in `errors.py`, which is not on that host
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-_CUT_OFF_GRACE_S = 3.0
-"""Ranks whose host is cut off cannot agree to stop."""
+_CUT_OFF_GRACE_S = 3.0  # ranks whose host is cut off cannot agree to stop
 
 
 class Agent:
-    """The ranks of this host."""
+    """The ranks of this host: processes of `subprocess`, and forks, which have the same names."""
 
     def __init__(self, work: dict[str, Any], keeper: int) -> None:
-        self._work = work
-        self._keeper = keeper
+        self._work, self._keeper = work, keeper
         self._selector = selectors.DefaultSelector()
         self._ranks: dict[int, Any] = {}
-        """Processes: those of `subprocess`, and forks, which have the same names."""
-        self._starting: dict[int, Any] = {}
-        """Forks that were asked for and have not begun."""
+        self._starting: dict[int, Any] = {}  # forks that were requested and do not run yet
         self._client = types.ModuleType("client")
-        """`preload/client.py`, where ranks are to be forked."""
         if work["preload"]:
             exec(work["preload"]["client"], self._client.__dict__)  # noqa: S102 - of our launcher
         self._preloader: Any = None
-        self._stdin = subprocess.DEVNULL if work["stdin"] is None else work["stdin"]
+        self._streams: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL if work["stdin"] is None else work["stdin"],
+            "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self._kill_at: float | None = None
         self._rest = b""
         self._wake_read, self._wake_write = os.pipe()
@@ -74,9 +69,9 @@ class Agent:
         self._watch(0, self._read_control)
         self._watch(self._wake_read, self._lose_launcher)
         signal.signal(signal.SIGALRM, self._lease_is_over)
-        self._renew_lease()
-        for rank, env in self._work["ranks"].items():
-            self._start(int(rank), env)
+        signal.alarm(self._work["lease_s"])
+        for rank, own in self._work["ranks"].items():
+            self._start(int(rank), self._work["env"] | own)
         while self._ranks or self._starting:
             wait = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
             for key, _ in self._selector.select(wait):
@@ -88,44 +83,43 @@ class Agent:
         if self._preloader is not None:
             self._preloader.close()
 
-    def _watch(self, descriptor: int, action: Callable[[], None]) -> None:
+    def _watch(self, descriptor: int, action: Callable[[], object]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, action)
 
+    def _unwatch(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(descriptor)
+
     def _start(self, rank: int, env: dict[str, str]) -> None:
-        preload = self._work["preload"]
+        preload, client = self._work["preload"], self._client
         if preload is None:
             self._start_new(rank, env)
             return
-        if self._client.SOCKET_VARIABLE not in env:
-            self._preloader = self._preloader or self._client.Preloader(preload["server"], env)
-            env[self._client.SOCKET_VARIABLE] = self._preloader.path
+        if client.SOCKET_VARIABLE not in env:
+            self._preloader = self._preloader or client.Preloader(preload["server"], env)
+            env[client.SOCKET_VARIABLE] = self._preloader.path
         try:
-            fork = self._client.ForkedProgram(
-                env[self._client.SOCKET_VARIABLE], self._work["command"], env=env,
-                cwd=self._work["directory"], stdin=self._stdin, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE)
-        except self._client.RefusedError as error:
-            self._refused(rank, env, str(error))
+            fork = client.ForkedProgram(env[client.SOCKET_VARIABLE], self._work["command"], env=env,
+                                        cwd=self._work["directory"], **self._streams)
+        except client.RefusedError as error:
+            self._start_new(rank, env, error)
         else:
             self._starting[rank] = fork
             self._watch(fork.fileno(), lambda: self._begin(rank, env))
 
     def _begin(self, rank: int, env: dict[str, str]) -> None:
-        """A fork runs, or is refused."""
         fork = self._starting.pop(rank)
         self._selector.unregister(fork.fileno())
         try:
             fork.begin()
         except self._client.RefusedError as error:
-            self._refused(rank, env, str(error))
+            self._start_new(rank, env, error)
         else:
             self._started(rank, fork)
 
-    def _refused(self, rank: int, env: dict[str, str], why: str) -> None:
-        _send({"type": "note", "text": f"ranks are started as new processes: {why}"})
-        self._start_new(rank, env)
-
-    def _start_new(self, rank: int, env: dict[str, str]) -> None:
+    def _start_new(self, rank: int, env: dict[str, str], why: Exception | None = None) -> None:
+        if why is not None:
+            _send({"type": "note", "text": f"ranks are started as new processes: {why}"})
         libc, agent = ctypes.CDLL(None), os.getpid()
 
         def prepare() -> None:
@@ -136,53 +130,52 @@ class Agent:
         try:
             process = subprocess.Popen(
                 self._work["command"], env=env, cwd=self._work["directory"], bufsize=0,
-                stdin=self._stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                start_new_session=True, preexec_fn=prepare)
+                start_new_session=True, preexec_fn=prepare, **self._streams)
         except (OSError, subprocess.SubprocessError) as error:
-            _send({"type": "exit", "rank": rank, "code": 127, "time": time.time(),
-                   "reason": f"cannot be started: {error}"})
-            return
-        self._started(rank, process)
+            _send_exit(rank, _EXIT_NOT_STARTED, reason=f"cannot be started: {error}")
+        else:
+            self._started(rank, process)
 
     def _started(self, rank: int, process: Any) -> None:
         self._ranks[rank] = process
         self._tell_keeper(f"+{process.pid}")
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                os.set_blocking(stream.fileno(), False)
-                name = "stdout" if stream is process.stdout else "stderr"
-                self._watch_output(rank, name, stream.fileno())
+        for name in ("stdout", "stderr"):
+            descriptor = getattr(process, name).fileno()
+            os.set_blocking(descriptor, False)
+            self._watch(descriptor, functools.partial(self._forward, rank, name, descriptor))
         pidfd = os.pidfd_open(process.pid)
         self._watch(pidfd, lambda: self._ended(rank, process, pidfd))
 
-    def _watch_output(self, rank: int, name: str, descriptor: int) -> None:
-        def read() -> None:
-            if not _forward(rank, name, descriptor):
-                self._selector.unregister(descriptor)
-
-        self._watch(descriptor, read)
+    def _forward(self, rank: int, name: str, descriptor: int) -> bool:
+        """Pass on what can be read now; returns whether there was something."""
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(descriptor, _CHUNK)
+            if not data:
+                self._unwatch(descriptor)
+        if data:
+            _send({"type": "output", "rank": rank, "stream": name, "size": len(data)}, data)
+        return bool(data)
 
     def _ended(self, rank: int, process: Any, pidfd: int) -> None:
         at = time.time()
-        # First its group: while nobody has waited for it no other process has its number.
+        # First its group: before `wait` no other process can have its number.
         _signal_group(process.pid, signal.SIGKILL)
         code = process.wait()
         del self._ranks[rank]
         self._tell_keeper(f"-{process.pid}")
         self._selector.unregister(pidfd)
         os.close(pidfd)
-        for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
-            if stream is None:
-                continue
-            # All that the rank wrote is in the pipe by now; a child that left the group may
-            # keep the pipe open for ever, so nobody waits for its end.
-            if stream.fileno() in self._selector.get_map():
-                self._selector.unregister(stream.fileno())
-                for _ in range(64):
-                    if not _forward(rank, name, stream.fileno(), empty=False):
-                        break
+        for name in ("stdout", "stderr"):
+            stream = getattr(process, name)
+            # All that the rank wrote is in the pipe by now. Do not read to the end: a child that
+            # left the group may keep the pipe open.
+            for _ in range(64):
+                if not self._forward(rank, name, stream.fileno()):
+                    break
+            self._unwatch(stream.fileno())
             stream.close()
-        _send({"type": "exit", "rank": rank, "code": code, "time": at, "reason": ""})
+        _send_exit(rank, code, at)
 
     def _tell_keeper(self, text: str) -> None:
         with contextlib.suppress(OSError):
@@ -196,23 +189,16 @@ class Agent:
             self._end_ranks(self._work["grace_s"])
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
-        self._renew_lease()
-        for line in lines:
-            message = json.loads(line)
-            if "signal" in message:
-                self._signal_all(message["signal"])
-            elif "pause" in message:
-                self._signal_all(signal.SIGSTOP if message["pause"] else signal.SIGCONT)
-                if message["pause"]:
-                    signal.alarm(0)
-
-    def _renew_lease(self) -> None:
         signal.alarm(self._work["lease_s"])
+        for number in [json.loads(line).get("signal") for line in lines]:
+            if number == signal.SIGSTOP:  # the launcher stops too
+                signal.alarm(0)
+            if number is not None:
+                self._signal_all(number)
 
     def _lease_is_over(self, number: int, frame: object) -> None:
-        """Act from the signal handler: the loop may be stuck in a write to a dead network."""
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)
+        """In the signal handler, because the loop may be stuck in a write to a dead network."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.write(self._wake_write, b"!")
 
     def _lose_launcher(self) -> None:
@@ -226,19 +212,18 @@ class Agent:
 
     def _signal_all(self, number: int) -> None:
         for process in self._ranks.values():
-            # A rank that somebody has stopped would not see the request to end.
+            # A stopped rank would not see SIGTERM.
             deaf = number == signal.SIGTERM and _is_stopped(process.pid)
             _signal_group(process.pid, signal.SIGKILL if deaf else number)
         for rank in list(self._starting) if number in _ENDING else ():
             fork = self._starting.pop(rank)
             self._selector.unregister(fork.fileno())
             fork.abandon()
-            _send({"type": "exit", "rank": rank, "code": -number, "time": time.time(),
-                   "reason": ""})
+            _send_exit(rank, -number)
 
 
 def _signal_group(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody left in it
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty
         os.killpg(pid, number)
 
 
@@ -250,31 +235,20 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def _forward(rank: int, name: str, descriptor: int, *, empty: bool = True) -> bool:
-    """Pass on what can be read now. False at the end; `empty` is what "nothing yet" gives."""
-    try:
-        data = os.read(descriptor, _CHUNK)
-    except BlockingIOError:
-        return empty
-    if data:
-        _send({"type": "output", "rank": rank, "stream": name, "size": len(data)}, data)
-    return bool(data)
+def _send_exit(rank: int, code: int, at: float | None = None, reason: str = "") -> None:
+    _send({"type": "exit", "rank": rank, "code": code, "reason": reason,
+           "time": time.time() if at is None else at})
 
 
-def _send(message: dict[str, Any], payload: bytes = b"") -> None:
-    _write(json.dumps(message).encode() + b"\n" + payload)
-
-
-def _write(data: bytes) -> None:
-    try:
+def _send(message: dict[str, Any], payload: bytes = b"", *, mark: bytes = b"") -> None:
+    data = mark + json.dumps(message).encode() + b"\n" + payload
+    with contextlib.suppress(OSError):  # the launcher is gone; standard input ends too
         while data:
             data = data[os.write(1, data):]
-    except OSError:
-        pass  # the launcher has gone; standard input says so too
 
 
 def _start_keeper() -> int:
-    """Fork the keeper; returns where to tell it `+GROUP` and `-GROUP`."""
+    """Fork the keeper; returns the descriptor that takes lines `+GROUP` and `-GROUP`."""
     read_end, write_end = os.pipe()
     if os.fork():
         os.close(read_end)
@@ -285,49 +259,26 @@ def _start_keeper() -> int:
     for descriptor in range(3):  # ssh would wait for them to be closed
         os.dup2(null, descriptor)
     groups: set[int] = set()
-    told = b""
-    while data := os.read(read_end, _CHUNK):
-        *lines, told = (told + data).split(b"\n")
-        for line in lines:
-            (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))
+    with open(read_end, encoding="ascii") as told:
+        for line in told:
+            (groups.add if line.startswith("+") else groups.discard)(int(line[1:]))
     for group in groups:
         _signal_group(group, signal.SIGKILL)
     os._exit(0)
 
 
-def _ignore(number: int, frame: object) -> None:
-    """A handler, not SIG_IGN: that would be inherited by the ranks."""
-
-
-def _read_line() -> bytes:
-    """A line, byte by byte: what follows belongs to the next reader."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        data = os.read(0, 1)
-        if not data:
+def _read(size: int | None = None) -> bytes:
+    """So many bytes, else a line: no more, since what follows belongs to the next reader."""
+    data = b""
+    while len(data) < size if size is not None else not data.endswith(b"\n"):
+        more = os.read(0, 1 if size is None else size - len(data))
+        if not more:
             sys.exit(1)
-        line += data
-    return bytes(line)
-
-
-def _read_work() -> dict[str, Any]:
-    line = b"{}"
-    while line.strip() == b"{}":  # signs of life, while the launcher waits for other hosts
-        signal.alarm(_FIRST_LEASE_S)
-        line = _read_line()
-    signal.alarm(0)
-    size, work = int(line), b""
-    while len(work) < size:
-        data = os.read(0, size - len(work))
-        if not data:
-            sys.exit(1)
-        work += data
-    found: dict[str, Any] = json.loads(work)
-    return found
+        data += more
+    return data
 
 
 def _interfaces() -> dict[str, str]:
-    """The network interfaces of this host with their IPv4 addresses."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -339,29 +290,38 @@ def _interfaces() -> dict[str, str]:
 
 
 def _own_address(peers: list[str]) -> str | None:
-    """The address from which this host reaches the first other one that it knows."""
+    """The address from which this host reaches the first peer whose name it can resolve."""
     for peer in peers:
         with contextlib.suppress(OSError), socket.socket(
                 socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((peer, _DISCARD_PORT))  # sends nothing
-            address: str = probe.getsockname()[0]
-            return address
+            return str(probe.getsockname()[0])
     return None
+
+
+def look_at_network(peers: list[str]) -> dict[str, Any]:
+    """Interfaces, and the addresses by which launcher, peers and this host see each other."""
+    # "client port server port"
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    return {"interfaces": _interfaces(), "own_address": _own_address(peers),
+            "ssh_client": connection[0] if connection else None,
+            "ssh_server": connection[2] if len(connection) > 2 else None}
 
 
 def main() -> None:
     """Serve one launcher."""
-    # A scheduler signals every process of the job; the launcher decides what it means.
+    # A scheduler signals every process of the job; the launcher decides what it means. A handler,
+    # not SIG_IGN: that would be inherited by the ranks.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, _ignore)
-    peers = json.loads(_read_line())["peers"]
-    # "client port server port": how the launcher and this host see each other.
-    connection = os.environ.get("SSH_CONNECTION", "").split()
-    facts = {"time": time.time(), "interfaces": _interfaces(), "own_address": _own_address(peers),
-             "ssh_client": connection[0] if connection else None,
-             "ssh_server": connection[2] if len(connection) > 2 else None}
-    _write(MARK + json.dumps(facts).encode() + b"\n")
-    Agent(_read_work(), _start_keeper()).run()
+        signal.signal(number, lambda number, frame: None)
+    peers = json.loads(_read())["peers"]
+    _send({"time": time.time(), **look_at_network(peers)}, mark=MARK)
+    line = b"{}\n"
+    while line == b"{}\n":  # renews the lease while the launcher waits for other hosts
+        signal.alarm(_FIRST_LEASE_S)
+        line = _read()
+    signal.alarm(0)
+    Agent(json.loads(_read(int(line))), _start_keeper()).run()
 
 
 if __name__ == "__main__":

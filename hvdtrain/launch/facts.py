@@ -6,29 +6,33 @@ import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import sysconfig
-import tempfile
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+from hvdtrain.errors import EXIT_NOT_STARTED, EXIT_TIME_OVER
+from hvdtrain.process import run_program
 from hvdtrain.world.network import is_own_address
 
-_OPENMPI = re.compile(r"(?:Open MPI\)? |OpenRTE\)? )v?(\d+(?:\.\d+)*)")
-_HYDRA = re.compile(r"HYDRA build details:.*?Version:\s*(\S+)|Intel\(R\) MPI.*?Version (\S+)",
-                    re.DOTALL)
+T = TypeVar("T")
+R = TypeVar("R")
+_FEW, _AT_ONCE = 2, 16
+_FLAVOURS = {
+    "openmpi": re.compile(r"(?:Open MPI\)? |OpenRTE\)? )v?(\d+(?:\.\d+)*)"),
+    "mpich": re.compile(r"(?:HYDRA build details:.*?Version:\s*|Intel\(R\) MPI.*?Version )(\S+)",
+                        re.DOTALL)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mpirun:
-    """An mpirun that answers."""
+    """An mpirun that answers; its flavor is `openmpi` or `mpich` (every hydra, Intel MPI)."""
 
     path: str
     flavour: str
-    """`openmpi` or `mpich` (every hydra: MPICH, Intel MPI)."""
     version: str
 
     @property
@@ -40,105 +44,110 @@ class Mpirun:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFacts:
-    """What `make_plan` decides from, beside the options."""
+    """What `make_plan` decides from, besides the options.
+
+    `horovod_mpi_kind` is `openmpi`, `mpich`, or None without MPI, `srun` a path. `own_names` are
+    those of the hosts that are this one, besides `localhost` and `hostname`; `strict_keys` says
+    whether the ssh configuration decides for some host how to treat unknown keys.
+    """
 
     horovod_ok: bool
     horovod_problem: str = ""
     horovod_gloo: bool = False
     horovod_mpi_kind: str | None = None
-    """`openmpi`, `mpich`, or None where Horovod was built without MPI."""
     mpirun: Mpirun | None = None
     mpirun_problem: str = ""
-    """Why there is none."""
     home: str = ""
-    """This user's home folder."""
     cores: int
     is_root: bool = False
-    python: str
     scripts_dir: str
     hostname: str = "localhost"
     srun: str | None = None
-    """The path of Slurm's srun."""
     own_names: frozenset[str] = frozenset()
-    """Names among those of the hosts that lead to this host, beside `localhost` and `hostname`."""
     strict_keys: bool = False
-    """Whether ssh's configuration tells for some host what to do with a key that is not known."""
+
+    @property
+    def local_names(self) -> frozenset[str]:
+        """The names of this host."""
+        return frozenset({"localhost", "127.0.0.1", self.hostname}) | self.own_names
 
 
 def gather_facts(hosts: Sequence[str] = (),
                  asks_about_keys: Callable[[str], bool] | None = None) -> LaunchFacts:
-    """Look at this machine. Imports no TensorFlow; asks `mpirun --version` (10 ms).
+    """Look at this machine, without TensorFlow; its names among `hosts` are found by address.
 
-    Args:
-        hosts: Names of hosts; those of this host are told apart by their addresses.
-        asks_about_keys: Callable that tells of another host whether ssh would ask about its key
-            (5 ms); None where that does not matter.
+    `mpirun --version` takes 10 ms, `asks_about_keys` (None: not asked) 5 ms per host.
     """
     # Imported here: `hvdtrain launch --help` does not need it.
     from hvdtrain.horovod_check import check_horovod
 
+    scripts_dir, answers = sysconfig.get_path("scripts"), list[tuple[Mpirun | None, str]]()
+    asking = threading.Thread(
+        target=lambda: answers.append(ask_mpirun(scripts_dir)), daemon=True)
+    asking.start()
     check = check_horovod()
-    scripts_dir = sysconfig.get_path("scripts")
-    mpirun, problem = ask_mpirun(scripts_dir)
-    own = frozenset(filter(_is_this_host, hosts))
-    others = [] if asks_about_keys is None else [
-        host for host in hosts if host not in own | {"localhost"}]
-    with ThreadPoolExecutor(16) as pool:
-        strict = not all(pool.map(asks_about_keys, others)) if asks_about_keys else False
+    own = frozenset(host for host, is_own in zip(hosts, for_all(_is_this_host, hosts), strict=True)
+                    if is_own)
+    others = [host for host in hosts if host not in own | {"localhost"}]
+    strict = asks_about_keys is not None and not all(for_all(asks_about_keys, others))
+    asking.join()
+    [(mpirun, problem)] = answers
     return LaunchFacts(
         horovod_ok=check.ok, horovod_problem=check.problems[0] if check.problems else "",
         horovod_gloo=check.gloo, horovod_mpi_kind=check.mpi_kind, mpirun=mpirun,
-        mpirun_problem=problem, home=home(),
-        cores=len(os.sched_getaffinity(0)), is_root=os.geteuid() == 0, python=sys.executable,
+        mpirun_problem=problem, home=_home(),
+        cores=len(os.sched_getaffinity(0)), is_root=os.geteuid() == 0,
         scripts_dir=scripts_dir, hostname=os.uname().nodename, srun=shutil.which("srun"),
         own_names=own, strict_keys=strict)
 
 
-def _is_this_host(name: str) -> bool:
-    try:
-        return is_own_address(socket.gethostbyname(name))
-    except (OSError, UnicodeError):
-        return False  # ssh may know the name, or tells what is wrong with it
-
-
-def find_mpirun(scripts_dir: str, search_path: str | None = None) -> Mpirun | None:
-    """The mpirun of this Python installation, else the first one on PATH; see `ask_mpirun`."""
-    return ask_mpirun(scripts_dir, search_path)[0]
+def for_all(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """The results of a function that may wait (for a name server), of several at the same time."""
+    if len(items) < _FEW:
+        return list(map(function, items))
+    # Imported here: one host needs no threads.
+    from concurrent.futures import ThreadPoolExecutor
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(function, items))
 
 
 def ask_mpirun(scripts_dir: str, search_path: str | None = None) -> tuple[Mpirun | None, str]:
-    """The mpirun of this Python installation, else the first one on PATH; else why there is none.
+    """The mpirun of this Python, else the first on PATH, else why there is none.
 
-    A wheel's mpirun must be started by its absolute path to find its own files.
+    Its path is absolute: a wheel's mpirun does not find its own files otherwise.
     """
     beside = Path(scripts_dir) / "mpirun"
     path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun", path=search_path)
     if path is None:
         return None, f"there is no mpirun in {scripts_dir} nor on PATH"
-    try:
-        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10,
-                                errors="replace", stdin=subprocess.DEVNULL, check=False,
-                                env={"HOME": home(), **os.environ})
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return None, f"{path} does not answer: {error}"
-    text = answer.stdout + answer.stderr
-    said = next((line.strip() for line in text.splitlines() if line.strip()), "nothing")
-    return read_version(path, text), (
-        f"`{path} --version` ends with {answer.returncode} and says: {said}")
-
-
-def home() -> str:
-    """The home folder of this user, without which Open MPI 5 does not start."""
-    found = os.path.expanduser("~")
-    return found if os.path.isabs(found) else tempfile.gettempdir()
+    answer = run_program([path, "--version"], env={"HOME": _home(), **os.environ}, limit_s=10)
+    if answer.code in (EXIT_NOT_STARTED, EXIT_TIME_OVER):
+        return None, f"{path} does not answer: {answer.last_line}"
+    said = next((line.strip() for line in answer.text.splitlines() if line.strip()), "nothing")
+    return read_version(path, answer.text), (
+        f"`{path} --version` ends with {answer.code} and says: {said}")
 
 
 def read_version(path: str, text: str) -> Mpirun | None:
-    """Tell the flavour from what `mpirun --version` prints; None for one that is not known."""
-    found = _OPENMPI.search(text)
-    if found is not None:
-        return Mpirun(path=path, flavour="openmpi", version=found[1])
-    found = _HYDRA.search(text)
-    if found is not None:
-        return Mpirun(path=path, flavour="mpich", version=found[1] or found[2])
+    """Parse the output of `mpirun --version`; None for an unknown flavor."""
+    for flavour, pattern in _FLAVOURS.items():
+        if found := pattern.search(text):
+            return Mpirun(path=path, flavour=flavour, version=found[1])
     return None
+
+
+def _home() -> str:
+    """The home folder of this user, without which Open MPI 5 does not start."""
+    found = os.path.expanduser("~")
+    if os.path.isabs(found):
+        return found
+    import tempfile
+    return tempfile.gettempdir()
+
+
+def _is_this_host(name: str) -> bool:
+    if name == "localhost":
+        return True
+    with suppress(OSError, UnicodeError):  # ssh may know the name, or tells what is wrong with it
+        return is_own_address(socket.gethostbyname(name))
+    return False

@@ -1,8 +1,10 @@
-"""`AgentLink`: the connection to the agent of one host, over pipes or ssh.
+"""How a host is reached: the command lines of ssh, and `AgentLink`, the connection to its agent.
 
-All writing is done by a thread per link, which also gives the signs of life: a host that does not
-read must not keep the launcher from the others, and a launcher that waits for its terminal must
-not lose its ranks.
+What the user typed is quoted for that host's shell; secrets go through standard input, never on a
+command line.
+
+A thread per link writes, and renews the lease: a host that does not read must not delay the others,
+and a launcher that is blocked on its terminal must not lose its ranks.
 """
 
 from __future__ import annotations
@@ -10,104 +12,129 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shlex
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
-from hvdtrain.launch.agent import MARK
-from hvdtrain.launch.remote_shell import RemoteOptions, remote_command, sent_program
+from hvdtrain.errors import LaunchError
+from hvdtrain.fork import Fork
+from hvdtrain.launch import agent
+from hvdtrain.launch.options import RemoteOptions
+from hvdtrain.process import run_program
+from hvdtrain.world.network import find_interface, is_own_address, listed, no_interface, route_to
 
-StartProcess = Callable[[Sequence[str]], subprocess.Popen[bytes]]
-
-LEASE_S = 12
-"""An agent that hears nothing for so long ends its ranks."""
+LEASE_S = 12  # an agent that hears nothing for so long ends its ranks
 _PING_S, _KILL_S = 3.0, 2.0
 _STDERR_LINES = 5
 _LARGEST_BYTES = 1 << 20
+_CONNECT_TIMEOUT_S = 10
+_ALIVE_INTERVAL_S, _ALIVE_COUNT = 3, 3  # a cut cable is seen in 9 to 12 s; TCP alone takes hours
+_CONFIGURATION_S = 3.0  # `ssh -G` does not connect, but a `Match exec` may take a moment
 _SOURCE = Path(__file__).with_name("agent.py").read_bytes()
+# Reads exactly the program, so that what follows it stays for the program.
+_BOOT = ("import os\ns=b''\nwhile len(s)<{size}:\n d=os.read(0,{size}-len(s))\n"
+         " if not d: os._exit(1)\n s+=d\n"
+         "exec(compile(s,'{name}','exec'),{{'__name__':'__main__'}})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostFacts:
-    """What an agent says of its host."""
+    """What an agent reports of its host.
+
+    `clock_offset_s` is to be added to its times. `interfaces` maps names to IPv4 addresses;
+    `own_address` is that from which it reaches a peer (None: it knows none); `ssh_client` is the
+    launcher's address as that host sees it, `ssh_server` its own.
+    """
 
     clock_offset_s: float
-    """What must be added to times of that host."""
     interfaces: dict[str, str]
-    """Network interfaces with their IPv4 addresses."""
     own_address: str | None
-    """The address from which it reaches a peer; None where no name of a peer is known there."""
     ssh_client: str | None
-    """The address of this launcher as that host sees it."""
     ssh_server: str | None
 
 
 class AgentLink:
-    """One agent; `process` is None until `start`."""
+    """One agent; `remote` is None for this host. It looks for a route to one of `peers`."""
 
     def __init__(self, host: str, peers: Sequence[str], remote: RemoteOptions | None) -> None:
-        """Prepare a link.
-
-        Args:
-            host: String, the host.
-            peers: Other hosts, to the first of which that one must find a way.
-            remote: How to reach it; None for this host.
-        """
-        self.host = host
+        self.host, self.is_local, self._remote = host, remote is None, remote
         self.facts: HostFacts | None = None
         self.last_words: deque[str] = deque(maxlen=_STDERR_LINES)
-        """The last lines that ssh, or the agent, wrote to standard error."""
         self._hello = json.dumps({"peers": list(peers)}).encode() + b"\n"
-        self._remote = remote
-        self._process: subprocess.Popen[bytes] | None = None
         self._outbox: queue.Queue[bytes | None] = queue.Queue()
-        self._received = b""
+        self._process: Any = None
         self._sender: threading.Thread | None = None
 
-    @property
-    def is_local(self) -> bool:
-        """Whether the agent runs on this host."""
-        return self._remote is None
+    def prepare(self) -> None:
+        """Read the configuration of ssh for this host, once; it may ask a slow name server."""
+        if self._remote is not None:
+            asks_about_keys(self.host, self._remote)
 
-    def start(self, start: StartProcess) -> None:
-        """Start the agent. Its facts come with the first messages that are read."""
+    def start(self, start: Callable[[Sequence[str]], Any], *, is_there: bool = False) -> None:
+        """Start the agent. Its facts come with the first messages that are read.
+
+        `is_there` tells that `start` starts programs on that host itself.
+        """
         boot = sent_program("hvdtrain-agent", len(_SOURCE))
-        command = boot if self._remote is None else remote_command(self.host, boot, self._remote)
-        self._received = b""
-        self._outbox = queue.Queue()
-        self._process = start(command)
-        # A connection that ssh shares (ControlPersist) keeps the pipe open beyond its end.
-        os.set_blocking(self.stderr_fileno(), False)
+        command = boot if is_there else self.command_for(boot)
+        self._begin(start(command))
         self._outbox.put(_SOURCE + self._hello)
-        self._sender = threading.Thread(target=_feed, args=(self._process, self._outbox),
-                                        name=f"to-{self.host}", daemon=True)
-        self._sender.start()
+        self.start_sending()
+
+    def fork(self, keep: Sequence[int]) -> int:
+        """As `start`, for the agent of this host as a fork, which has the descriptors `keep`.
+
+        Returns its pid.
+        """
+        # Starts no thread, so that the rendezvous can be a fork too.
+        process = Fork(agent.main, name="hvdtrain-agent", keep=keep, captured=True)
+        self._begin(process)
+        process.stdin.write(self._hello)
+        process.stdin.flush()
+        return process.pid
+
+    def start_sending(self) -> None:
+        """Start the thread that sends, and renews the lease, if it does not run yet."""
+        if self._sender is None:
+            self._sender = threading.Thread(target=feed, args=(self._process.stdin, self._outbox),
+                                            name=f"to-{self.host}", daemon=True)
+            self._sender.start()
+
+    def _begin(self, process: Any) -> None:
+        self._process, self._sender = process, None
+        self._received, self._outbox = b"", queue.Queue()
+        # A shared ssh connection (ControlPersist) keeps the pipe open after the process.
+        os.set_blocking(self.stderr_fileno(), False)
+
+    def command_for(self, argv: Sequence[str]) -> Sequence[str]:
+        """The command line that runs `argv` on this host."""
+        return argv if self._remote is None else remote_command(self.host, argv, self._remote)
 
     def fileno(self) -> int:
-        """For `selectors`: where messages come from."""
-        return self._stream("stdout").fileno()
+        """For `selectors`: the messages."""
+        return int(self._process.stdout.fileno())
 
     def stderr_fileno(self) -> int:
-        """For `selectors`: where ssh says what is wrong."""
-        return self._stream("stderr").fileno()
+        """For `selectors`: the errors of ssh and of the agent."""
+        return int(self._process.stderr.fileno())
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Send a control message."""
-        self._outbox.put(json.dumps(message).encode() + b"\n")
-
-    def send_work(self, work: dict[str, Any]) -> None:
-        """Send what is to be done, once."""
-        data = json.dumps(work).encode()
-        self._outbox.put(b"%d\n%s" % (len(data), data))
+    def send(self, message: dict[str, Any], *, is_work: bool = False) -> None:
+        """Send a control message; the first is the work."""
+        self.start_sending()
+        data = json.dumps(message).encode()
+        self._outbox.put(b"%d\n%s" % (len(data), data) if is_work else data + b"\n")
 
     def read(self) -> list[tuple[dict[str, Any], bytes]] | None:
-        """What has arrived: messages with their payloads. None at the end of the stream."""
+        """New messages with their payloads; None at the end of the stream."""
         data = os.read(self.fileno(), 1 << 18)
         if not data:
             return None
@@ -119,46 +146,53 @@ class AgentLink:
             return None
 
     def read_stderr(self) -> list[str] | None:
-        """The lines that were written to standard error; None when there are no more."""
+        """New lines of standard error; None at its end."""
         try:
             data = os.read(self.stderr_fileno(), 1 << 16)
         except BlockingIOError:
             return None
-        text = data.decode(errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [line.strip() for line in data.decode(errors="replace").splitlines()
+                 if line.strip()]
         self.last_words.extend(lines)
         return lines if data else None
 
     def close(self) -> None:
-        """Close its input, which makes the agent end whatever is left."""
+        """Close its input, which makes the agent end its ranks."""
         self._outbox.put(None)
+        if self._process is not None:
+            self.start_sending()
 
     def reap(self, limit_s: float) -> int | None:
-        """Wait for the end of the process, kill it at the limit, give its exit code."""
-        if self._process is None:
+        """Wait for the exit code of the process, which is killed at the limit."""
+        process = self._process
+        if process is None:
             return None
-        self._outbox.put(None)
+        self.close()
         try:
-            self._process.wait(timeout=limit_s)
+            process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            process.kill()
             with suppress(subprocess.TimeoutExpired):  # one in an uninterruptible wait stays
-                self._process.wait(_KILL_S)
+                process.wait(_KILL_S)
         if self._sender is not None:
             self._sender.join()
         while self.read_stderr() is not None:
             pass
-        for stream in (self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
-        code, self._process = self._process.returncode, None
-        return code
+        process.stdout.close()
+        process.stderr.close()
+        self._process = None
+        return cast(int | None, process.returncode)
 
     def _messages(self) -> Iterator[tuple[dict[str, Any], bytes]]:
         buffer, start = self._received, 0
         while (end := buffer.find(b"\n", start)) >= 0:
-            if self.facts is None:  # whatever a login script prints comes first
-                self._take_facts(buffer[start:end])
+            if self.facts is None:
+                _, mark, text = buffer[start:end].partition(agent.MARK)
+                if mark:  # login scripts may print before it
+                    told = json.loads(text)
+                    offset_s = time.time() - told.pop("time")
+                    self.facts = HostFacts(clock_offset_s=0.0 if self.is_local else offset_s,
+                                           **told)
                 start = end + 1
                 continue
             message = json.loads(buffer[start:end])
@@ -174,35 +208,94 @@ class AgentLink:
         if len(self._received) > _LARGEST_BYTES:
             raise ValueError(f"{len(self._received)} bytes without an end")
 
-    def _take_facts(self, line: bytes) -> None:
-        _, mark, text = line.partition(MARK)
-        if not mark:
-            return
-        told = json.loads(text)
-        offset_s = time.time() - told.pop("time")
-        self.facts = HostFacts(clock_offset_s=0.0 if self.is_local else offset_s, **told)
 
-    def _stream(self, name: str) -> IO[bytes]:
-        stream: IO[bytes] | None = getattr(self._process, name, None)
-        if stream is None:
-            raise RuntimeError(f"the agent of {self.host} has no {name}")
-        return stream
-
-
-def _feed(process: subprocess.Popen[bytes], outbox: queue.Queue[bytes | None]) -> None:
-    """Thread: write what is in the outbox, and signs of life between."""
-    pipe = process.stdin
-    if pipe is None:
-        return
+def feed(pipe: IO[bytes], outbox: queue.Queue[bytes | None], ping: bytes = b"{}\n") -> None:
+    """Thread: write what is in the outbox, and pings, which renew the lease."""
     with suppress(OSError, ValueError):  # the end of the agent is seen on its output
         while True:
             try:
                 data = outbox.get(timeout=_PING_S)
             except queue.Empty:
-                data = b"{}\n"
+                data = ping
             if data is None:
                 break
             pipe.write(data)
             pipe.flush()
     with suppress(OSError):
         pipe.close()
+
+
+def choose_interface(host: str, facts: HostFacts, wanted: Sequence[str]) -> str:
+    """For the ranks' traffic: the first of `wanted` (names, networks), else that to other hosts."""
+    has = facts.interfaces
+    if found := find_interface(wanted, has):
+        return found
+    if wanted:
+        raise LaunchError(no_interface(host, wanted, has, "--network-interface"))
+    for address in (facts.own_address, facts.ssh_server):
+        for name, own in has.items():
+            if own == address and name != "lo":
+                return name
+    raise LaunchError(
+        f"No network interface of {host} leads to the other hosts by their names. It has: "
+        f"{listed(has)}. Name one: --network-interface NAME or NETWORK/BITS.")
+
+
+def rendezvous_address(host: str, facts: HostFacts) -> str:
+    """The address of this launcher as seen from another host."""
+    if facts.ssh_client is not None and ":" not in facts.ssh_client:
+        return facts.ssh_client
+    try:
+        return route_to(host).own_address
+    except OSError as error:
+        raise LaunchError(
+            f"The address of {host} is not known here: {error}. Expected a name that this host "
+            "can resolve, because its ranks must reach the launcher.") from error
+
+
+def launcher_address(host: str, facts: HostFacts) -> str:
+    """An address at which a host reaches this launcher, and at which it can listen.
+
+    With ProxyJump or address translation ssh reports another one; then that of the route there.
+    """
+    address = rendezvous_address(host, facts)
+    return address if is_own_address(address) else rendezvous_address(
+        host, replace(facts, ssh_client=None))
+
+
+def remote_command(host: str, argv: Sequence[str], options: RemoteOptions) -> list[str]:
+    """The ssh command that runs `argv`: asks nothing, waits a bounded time, notices a lost host."""
+    return ["ssh", *without_questions(accept_new=asks_about_keys(host, options)),
+            "-o", f"ConnectTimeout={_CONNECT_TIMEOUT_S}",
+            "-o", f"ServerAliveInterval={_ALIVE_INTERVAL_S}",
+            "-o", f"ServerAliveCountMax={_ALIVE_COUNT}", *login_words(options), host,
+            shlex.join(argv)]
+
+
+@cache
+def asks_about_keys(host: str, options: RemoteOptions) -> bool:
+    """Whether ssh would ask about an unknown key, its default; a user's other setting is obeyed.
+
+    Asked once for each host.
+    """
+    said = run_program(["ssh", "-G", *login_words(options), host], limit_s=_CONFIGURATION_S)
+    # Where it fails, the command itself tells what is wrong.
+    return said.code != 0 or "\nstricthostkeychecking ask\n" in f"\n{said.out}"
+
+
+def sent_program(name: str, size: int) -> list[str]:
+    """The command line of a program called `name`, the first `size` bytes of standard input."""
+    return [sys.executable, "-I", "-S", "-c", _BOOT.format(name=name, size=size)]
+
+
+def without_questions(*, accept_new: bool) -> list[str]:
+    """The options with which ssh asks nothing; `accept_new` accepts unknown keys."""
+    keys = ["-o", "StrictHostKeyChecking=accept-new"] if accept_new else []
+    return ["-o", "BatchMode=yes", *keys]
+
+
+def login_words(options: RemoteOptions) -> list[str]:
+    """The options of ssh that the user has given."""
+    given = {"-p": options.port, "-i": options.identity_file}
+    return [word for option, value in given.items() if value is not None
+            for word in (option, str(value))]

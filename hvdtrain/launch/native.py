@@ -1,288 +1,399 @@
-"""Our own starter: watches the ranks through one agent per host and ends the job as a whole.
+"""Our own starter: one agent per host starts the ranks; the job is watched and ended as a whole.
 
-An agent (`agent.py`) is a process of its own, so that the ranks end when the launcher is killed.
-This module decides: what is shown, which rank failed first, when the others are told to end, when
-they are killed, and with which code the job ends.
+An agent (`agent.py`) is a separate process, so that the ranks end even if the launcher is killed.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import resource
 import selectors
 import signal
+import subprocess
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
 
 from hvdtrain.errors import (
     EXIT_HOST_LOST,
+    EXIT_NOT_STARTED,
     EXIT_RUN_FAILED,
     EXIT_SIGNALLED,
     EXIT_STOPPED,
     EXIT_TIME_OVER,
+    LaunchError,
+    MachineError,
 )
-from hvdtrain.launch.console import Console
-from hvdtrain.launch.crew import Crew, OpenRendezvous
-from hvdtrain.launch.failure import RankEnd, describe, first_failure
-from hvdtrain.launch.link import AgentLink, StartProcess
+from hvdtrain.fork import can_fork
+from hvdtrain.hosts import Slot, rank_variables
+from hvdtrain.launch import hop
+from hvdtrain.launch.facts import for_all
+from hvdtrain.launch.link import LEASE_S, AgentLink, choose_interface, launcher_address
+from hvdtrain.launch.output import RankOutput, WaitingNotice
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.signals import SignalInbox
-from hvdtrain.world.failure import signal_name
+from hvdtrain.launch.running_job import FAILURE_GRACE_S, JobEnd, RankEnd, RunningJob, describe
+from hvdtrain.launch.tree import Tree
+from hvdtrain.preload import client as preload_client
+from hvdtrain.process import SignalInbox, allow_open_files, signal_name
+from hvdtrain.rendezvous.secret import SECRET_VARIABLE, JobKey
+from hvdtrain.rendezvous.serve import gloo_variables, listen_on_all, serve
+from hvdtrain.world.detect import HOSTS_VARIABLE
 
-_FAILURE_GRACE_S = 5.0
-"""Ranks whose peer has gone have nothing left to save."""
-_CAUSE_WAIT_S = 0.3
-_SECONDARY_WAIT_S = 2.0
-"""A rank that lost its peer may be seen before that peer: wait for the cause."""
-_GIVE_UP_S = 2.0
-"""A process in an uninterruptible wait outlives SIGKILL; the launcher does not wait for it."""
-_PAUSE_S = 0.2
-_REPEAT_S = 0.5
-"""Schedulers signal twice; a second signal counts only after this time."""
+_ANSWER_LIMIT_S = 60.0  # a host may accept and then be silent (a hanging home directory)
+_RETRY_S, _POLL_S, _REAP_S, _PAUSE_S = 1.0, 0.1, 2.0, 0.2
+_CAUSE_WAIT_S, _SECONDARY_WAIT_S = 0.3, 2.0  # wait for the cause: its peer may be seen first
+_PEERS = 3  # that each agent looks up; one name alone may be wrong
+# Logins that are under way: each may cost 0.1 s of a core here, and ssh gives up after 10 s.
+_AT_ONCE = 64
+_FILES, _FILES_OF_LINK, _NAMED = 128, 8, 8
 
-
-@dataclass(frozen=True, kw_only=True)
-class JobEnd:
-    """How a job ended."""
-
-    code: int
-    """The exit code of the job."""
-    cause: RankEnd | None = None
-    """The rank that failed first."""
-    report: tuple[str, ...] = ()
-    """What is to be said of it: which rank failed and how, what became of the others."""
-    signal: int = 0
-    """The signal to the launcher that ended the job; 0: none did."""
+# Valid on this host, in this terminal or login only.
+_OF_THIS_HOST = {"HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_", "DISPLAY", "WINDOWID", "XAUTHORITY",
+                 preload_client.SOCKET_VARIABLE}
+_OF_THIS_LOGIN = ("SSH_", "XDG_", "BASH_FUNC_", "DBUS_SESSION_")
 
 
-class NativeJob:
-    """One job while it runs.
+class NativeJob(RunningJob):
+    """One job; no rank starts before every agent is up. `env`, with the job's secret, is shared."""
 
-    Args:
-        plan: The plan.
-        console: Takes what the ranks write.
-        stdin: Integer, a descriptor that `start` hands on, for the standard input of the ranks of
-            this host. None: they have none.
-    """
+    def __init__(self, plan: LaunchPlan, output: RankOutput, env: Mapping[str, str],
+                 stdin: int | None = None) -> None:
+        super().__init__(plan, output)
+        self._env, self._resources, self._stdin = env, ExitStack(), None
+        if stdin is not None:
+            self._stdin = os.dup(stdin)
+            self._resources.callback(os.close, self._stdin)
+        hosts = list(plan.hosts)
+        self._links = {
+            host: AgentLink(host, [*islice((other for other in hosts if other != host), _PEERS)],
+                            None if host in plan.local_hosts else plan.options.remote)
+            for host in hosts}
+        self._notes: set[tuple[str, str]] = set()
+        self._former_files: tuple[int, int] | None = None
+        self._tree: Tree | None = None  # by which the agents were started, where it leads there
 
-    def __init__(self, plan: LaunchPlan, console: Console, stdin: int | None = None) -> None:
-        self._plan = plan
-        self._console = console
-        self._started_s = time.time()
-        self._ends: dict[int, RankEnd] = {}
-        self._deadlines: dict[str, float] = {}
-        self._why_stopped = ""
-        self._stopped_s: float | None = None
-        self._signal = 0
-        self._crew = Crew(plan, stdin)
-        self._selector = selectors.DefaultSelector()
-        self._gave_up = False
-        self._notes: set[str] = set()
+    def run(self, inbox: SignalInbox) -> JobEnd:
+        """Start the ranks and wait for their end.
 
-    def run(self, start: StartProcess, env: Mapping[str, str], inbox: SignalInbox,
-            open_rendezvous: OpenRendezvous) -> JobEnd:
-        """Start the ranks and stay to their end.
-
-        Args:
-            start: Starts an agent, or the ssh to it, with pipes on its three streams.
-            env: The environment that all ranks share.
-            inbox: The signals for this process.
-            open_rendezvous: Starts the rendezvous at some addresses of this host, for requests
-                from some addresses and networks; gives the port at each address.
-
-        Returns:
-            How the job ended, of which nothing is said yet.
-
-        Raises:
-            MachineError: Hosts that cannot be reached; nothing was started.
-            LaunchError: A host has no usable network interface; nothing was started.
+        LaunchError if a host has no usable network interface, MachineError if hosts cannot be
+        reached; then nothing was started.
         """
-        try:
-            if not self._crew.bring_up(start, lambda: self._interrupted(inbox),
-                                       self._console.say):
-                return JobEnd(
-                    code=EXIT_SIGNALLED + self._signal, signal=self._signal,
-                    report=(f"ended by {signal_name(self._signal)} before the ranks started",))
-            ports = open_rendezvous(self._crew.launcher_addresses(), self._crew.sources())
-            self._crew.send_work(env, ports)
-            if self._plan.timeout_s is not None:
-                self._arm("timeout", self._plan.timeout_s)
-            for link in self._crew.links.values():
-                self._watch(link)
-            self._selector.register(inbox, selectors.EVENT_READ, lambda: self._signals(inbox))
-            while len(self._ends) < self._plan.np and not self._gave_up:
-                for key, _ in self._selector.select(self._wait_s()):
-                    if key.fd in self._selector.get_map():  # an earlier event may have closed it
-                        key.data()
-                self._act_on_deadlines()
-        finally:
-            self._selector.close()
-            self._crew.close()
+        self._former_files = allow_open_files(_FILES + _FILES_OF_LINK * len(self._links))
+        with self._resources, self.selector:
+            try:
+                if not self._bring_up(inbox):
+                    return JobEnd(
+                        code=EXIT_SIGNALLED + self.signal, signal=self.signal,
+                        report=(f"ended by {signal_name(self.signal)} before the ranks started",))
+                self._send_work()
+                for link in self._links.values():
+                    self.watch(link, partial(self._read, link))
+                    self.watch(link.stderr_fileno(), partial(self._read_errors, link))
+                self.serve(inbox)
+            finally:
+                for link in self._links.values():
+                    link.close()
+                deadline = time.monotonic() + _REAP_S
+                for link in self._links.values():
+                    link.reap(max(0.1, deadline - time.monotonic()))
         return self._end()
 
+    def is_over(self) -> bool:
+        """See `RunningJob.is_over`."""
+        return len(self.ends) == self.plan.np
+
+    def send(self, number: int) -> None:
+        """Through the agents."""
+        for link in self._links.values():
+            link.send({"signal": number})
+
+    def failure_wait_s(self, end: RankEnd) -> float:
+        """Longer after a rank that stopped on request: all of them do, one after the other."""
+        if end.code == EXIT_STOPPED:
+            return min(self.plan.options.grace_s, FAILURE_GRACE_S)
+        return _SECONDARY_WAIT_S if end.secondary else _CAUSE_WAIT_S
+
+    def pause(self) -> None:
+        """Stop the ranks too, since their agents would miss this launcher."""
+        self.output.say("stopped, and all ranks with it; `fg` goes on")
+        self.send(signal.SIGSTOP)
+        time.sleep(_PAUSE_S)  # the links' threads send it
+        if self._tree is not None:
+            self._tree.pause(hop.PAUSED)
+            time.sleep(_PAUSE_S)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if self._tree is not None:
+            self._tree.pause(hop.RESUMED)
+        self.send(signal.SIGCONT)
+
+    def _start(self, link: AgentLink) -> None:
+        if link.is_local and can_fork():
+            self._limit_files(link.fork(keep=() if self._stdin is None else (self._stdin,)))
+            if len(self._links) > 1:
+                link.start_sending()
+        else:
+            link.start(self.start_process)
+
+    def start_process(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start an agent, or the ssh to it."""
+        pipe = subprocess.PIPE
+        try:
+            # A session of its own: Ctrl-C in the terminal reaches the launcher alone.
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe,
+                                       start_new_session=True,
+                                       pass_fds=() if self._stdin is None else (self._stdin,))
+        except OSError as error:
+            raise MachineError(f"{command[0]} cannot be started: {error}. Other hosts are reached "
+                               "with it; install it (Debian/Ubuntu: apt-get install "
+                               "openssh-client).") from error
+        self._limit_files(process.pid)
+        return process
+
+    def _limit_files(self, pid: int) -> None:
+        """The ranks of this host get the limit of their login."""
+        if self._former_files is not None:
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, self._former_files)
+
+    def open_rendezvous(self, addresses: Collection[str],
+                        sources: Sequence[str]) -> Mapping[str, int]:
+        """Listen at addresses of this host, for requests from `sources`; the port of each."""
+        try:
+            listeners = listen_on_all(addresses)
+        except OSError as error:
+            raise LaunchError(
+                f"The ranks cannot reach this launcher: they see it as {' and '.join(addresses)}, "
+                f"where it cannot listen ({error}). Expected hosts that reach this one without "
+                "network address translation. Start the launch on one of them.") from error
+        server = serve(listeners, hosts=list(self.plan.hosts), sources=sources,
+                       slots=list(self.plan.hosts.values()),
+                       key=JobKey(self._env[SECRET_VARIABLE]), forks=True)
+        self._resources.callback(server.close)
+        return server.ports
+
+    def _bring_up(self, inbox: SignalInbox) -> bool:
+        """Start all agents and wait until each has sent its facts; False when interrupted."""
+        started = time.monotonic()
+        pending, problems = dict(self._links), dict[str, str]()
+        waiting, limit_s = WaitingNotice(self.output.say), self.plan.start_timeout_s
+
+        def give_up(silent: Collection[str]) -> bool:
+            waiting.tick(lambda: "; ".join(
+                f"{host} ({problems.get(host, 'no answer yet')})" for host in [*silent][:_NAMED])
+                + (f"; and {len(silent) - _NAMED} more" if len(silent) > _NAMED else ""))
+            return self._interrupted(inbox)
+
+        if self.plan.options.ssh_fanout is not None:
+            problems = self._climb(self.plan.options.ssh_fanout, give_up)
+            pending = {host: self._links[host] for host in problems}
+        while pending and not self._interrupted(inbox):
+            problems = _await_facts(pending, self._start, give_up)
+            pending = {host: self._links[host] for host in problems}
+            if problems and time.monotonic() - started > limit_s:
+                after = f" after {limit_s:g} s" if limit_s else ""
+                raise MachineError("\n".join([
+                    f"{len(problems)} of the hosts cannot be used{after}, so no rank was started:",
+                    *(f"  {host}: {text}" for host, text in problems.items()),
+                    "Expected that this works without a question: ssh -o BatchMode=yes "
+                    f"{next(iter(problems))} true. `hvdtrain doctor -H {','.join(problems)}` looks "
+                    "closer."]))
+            if problems and not give_up(problems):
+                time.sleep(_RETRY_S)
+        return not self._interrupted(inbox)
+
+    def _climb(self, fanout: int, give_up: Callable[[Collection[str]], bool]) -> dict[str, str]:
+        """Start agents by a tree; what is wrong with those that must be started from here."""
+        hosts = [link.host for link in self._links.values() if not link.is_local]
+        tree = self._tree = Tree(hosts, fanout, self.start_process)
+        self._resources.callback(tree.close)
+
+        def start(link: AgentLink) -> None:
+            (self._start if link.is_local else tree.start)(link)
+
+        problems = _await_facts(self._links, start, give_up, at_once=len(self._links))
+        for host in problems:
+            tree.forget(host)
+        if problems:
+            host, text = next(iter(problems.items()))
+            self.output.say(f"{len(problems)} of the hosts were not reached by way of others, and "
+                            f"are tried from here; {host}: {text}")
+        return problems
+
     def _interrupted(self, inbox: SignalInbox) -> bool:
-        """Whether a signal ends the job before it has begun."""
-        for number in inbox.take():
-            if number in (signal.SIGINT, signal.SIGTERM):
-                self._signal = number
-        return self._signal != 0
+        for number in {*inbox.take()} & {signal.SIGINT, signal.SIGTERM}:
+            self.signal = number
+        return self.signal != 0
 
-    def _watch(self, link: AgentLink) -> None:
-        errors = link.stderr_fileno()
+    def _send_work(self) -> None:
+        plan, networks = self.plan, self.plan.options.network_interface
+        facts = {host: link.facts for host, link in self._links.items() if link.facts}
+        addresses = {host: "127.0.0.1" if link.is_local else launcher_address(host, facts[host])
+                     for host, link in self._links.items()}
+        # The ranks of one host talk over its loopback interface.
+        interfaces = {host: "lo" if len(facts) == 1 else choose_interface(host, its, networks)
+                      for host, its in facts.items()}
+        sources = [network for network in networks if "/" in network]
+        for its in facts.values():
+            for address in (*its.interfaces.values(), its.ssh_server or ""):
+                with suppress(ValueError):  # IPv6, or none
+                    sources.append(str(ipaddress.IPv4Address(address)))
+        ports = self.open_rendezvous(dict.fromkeys(addresses.values()),
+                                     list(dict.fromkeys(sources)))
+        preload = _preload_work() if plan.preload else None
+        slots: dict[str, list[Slot]] = {host: [] for host in self._links}
+        for slot in plan.slots:
+            slots[slot.host].append(slot)
+        host_list, directory = plan.host_list, os.getcwd()
+        for host, link in self._links.items():
+            env = {name: value for name, value in self._env.items()
+                   if link.is_local or not (name in _OF_THIS_HOST
+                                            or name.startswith(_OF_THIS_LOGIN))}
+            shared = {"NCCL_SOCKET_IFNAME": interfaces[host], **env,
+                      **gloo_variables(address=addresses[host], port=ports[addresses[host]],
+                                       interface=interfaces[host],
+                                       key=JobKey(self._env[SECRET_VARIABLE])),
+                      HOSTS_VARIABLE: host_list}
+            ranks = {slot.rank: rank_variables(slot, plan.np) for slot in slots[host]}
+            link.send({"command": plan.argv, "directory": directory, "env": shared,
+                       "ranks": ranks, "grace_s": plan.options.grace_s, "preload": preload,
+                       "stdin": self._stdin if link.is_local else None,
+                       # On this host the end of the launcher closes the pipe.
+                       "lease_s": 0 if link.is_local else LEASE_S}, is_work=True)
 
-        def read_errors() -> None:
-            lines = link.read_stderr()
-            if lines is None:
-                self._selector.unregister(errors)
-            for line in lines or ():
-                self._console.say(f"{link.host}: {line}")
-
-        self._selector.register(link, selectors.EVENT_READ, lambda: self._read(link))
-        self._selector.register(errors, selectors.EVENT_READ, read_errors)
+    def _read_errors(self, link: AgentLink) -> None:
+        lines = link.read_stderr()
+        if lines is None:
+            self.selector.unregister(link.stderr_fileno())
+        for line in lines or ():
+            self.output.say(f"{link.host}: {line}")
 
     def _read(self, link: AgentLink) -> None:
         messages = link.read()
         for message, payload in messages or ():
-            self._handle(link, message, payload)
+            self._take(link, message, payload)
         if messages is None:
             for descriptor in (link.fileno(), link.stderr_fileno()):
-                if descriptor in self._selector.get_map():
-                    self._selector.unregister(descriptor)
+                with suppress(KeyError):
+                    self.selector.unregister(descriptor)
             self._lose(link)
 
-    def _handle(self, link: AgentLink, message: dict[str, Any], payload: bytes) -> None:
-        if message["type"] == "note":
-            self._note(f"{link.host}: {message['text']}")
-            return
-        rank = message["rank"]
-        if not (type(rank) is int and 0 <= rank < self._plan.np
-                and self._plan.slots[rank].host == link.host):
-            self._note(f"{link.host}: its agent speaks for rank {rank!r}, which is not there")
-            return
-        if message["type"] == "output":
-            self._console.feed(rank, message["stream"], payload)
+    def _take(self, link: AgentLink, message: dict[str, Any], payload: bytes) -> None:
+        rank: Any = message.get("rank")
+        note = message.get("text", "")
+        if not note and not (type(rank) is int and 0 <= rank < self.plan.np
+                             and self.plan.slots[rank].host == link.host):
+            note = f"its agent speaks for rank {rank!r}, which is not there"
+        if note:
+            if (link.host, note) not in self._notes:  # each rank of a host has the same one
+                self._notes.add((link.host, note))
+                self.output.say(f"{link.host}: {note}")
+        elif message["type"] == "output":
+            self.output.feed(rank, message["stream"], payload)
         else:
-            offset_s = link.facts.clock_offset_s if link.facts is not None else 0.0
-            self._ended(rank, message["code"], message["time"], message["reason"], offset_s)
+            self._ended(rank, message["code"], message["time"], message["reason"],
+                        link.facts.clock_offset_s if link.facts else 0.0)
 
-    def _note(self, text: str) -> None:
-        if text not in self._notes:  # each rank of a host has the same one
-            self._notes.add(text)
-            self._console.say(text)
-
-    def _ended(self, rank: int, code: int, time_s: float, reason: str, offset_s: float) -> None:
-        self._console.finish(rank)
-        if code == 0 and self._plan.says_done and rank not in self._console.done:
+    def _ended(self, rank: int, code: int, time_s: float, reason: str,
+               offset_s: float = 0.0) -> None:
+        self.output.finish(rank)
+        if code == 0 and self.plan.says_done and rank not in self.output.done:
             code, reason = EXIT_RUN_FAILED, "left early with code 0"
-        record = self._console.record(rank)
-        if record is not None:
-            record = replace(record, time_s=record.time_s + offset_s)
-        end = RankEnd(rank=rank, host=self._plan.slots[rank].host, code=code,
-                      time_s=time_s + offset_s, reason=reason, record=record,
-                      tail=self._console.tail(rank))
-        self._ends[rank] = end
-        if end.failed and not self._why_stopped:
-            if end.code == EXIT_STOPPED:  # all ranks leave so, one after the other
-                wait_s = min(self._plan.grace_s, _FAILURE_GRACE_S)
-            else:
-                wait_s = _SECONDARY_WAIT_S if end.secondary else _CAUSE_WAIT_S
-            self._arm("failure", wait_s)
+        self.end_rank(rank, code, time_s, reason, offset_s)
 
     def _lose(self, link: AgentLink) -> None:
-        """The stream of an agent has ended; with ranks left, it or its host is gone."""
-        left = [slot.rank for slot in self._plan.slots
-                if slot.host == link.host and slot.rank not in self._ends]
-        if not left:
-            return
-        code = -signal.SIGKILL if link.is_local else EXIT_HOST_LOST
-        reason = "its agent ended unexpectedly"
-        if not link.is_local:
+        """The stream of an agent has ended; if ranks are left, the agent or its host is gone."""
+        above = None if self._tree is None else self._tree.lost_above(link.host)
+        if above is not None:  # the cause, and so the first
+            link_above = self._links[above]
+            while any(key.fileobj is link_above for key in self.selector.get_map().values()):
+                self._read(link_above)
+        left = [slot.rank for slot in self.plan.slots
+                if slot.host == link.host and slot.rank not in self.ends]
+        code, reason = -signal.SIGKILL, "its agent ended unexpectedly"
+        if left and not link.is_local:
             link.reap(_CAUSE_WAIT_S)
-            reason = f"the connection to {link.host} was lost"
+            code, reason = EXIT_HOST_LOST, f"the connection to {link.host} was lost"
+            reason += f", which was reached by way of {above}" if above is not None else ""
             reason += f" ({'; '.join(link.last_words)})" if link.last_words else ""
         for rank in left:
-            self._ended(rank, code, time.time(), reason, 0.0)
-
-    def _signals(self, inbox: SignalInbox) -> None:
-        for number in inbox.take():
-            if number == signal.SIGTSTP:
-                self._pause()
-            elif number not in (signal.SIGINT, signal.SIGTERM):
-                self._crew.send({"signal": number})
-            elif self._why_stopped != "signal":
-                self._signal = number
-                self._console.say(
-                    f"{signal_name(number)} is passed on; ranks that are still there in "
-                    f"{self._plan.grace_s:g} s are killed (a second signal kills them at once)")
-                self._stop("signal", number, self._plan.grace_s)
-            elif time.time() - (self._stopped_s or 0.0) > _REPEAT_S:
-                self._arm("kill", 0.0)
-
-    def _pause(self) -> None:
-        """Ctrl-Z: the ranks stand still as well, or their agents would miss this launcher."""
-        self._console.say("stopped, and all ranks with it; `fg` goes on")
-        self._crew.send({"pause": True})
-        time.sleep(_PAUSE_S)  # the links' threads send it
-        os.kill(os.getpid(), signal.SIGSTOP)
-        self._crew.send({"pause": False})
-
-    def _stop(self, why: str, number: int, grace_s: float) -> None:
-        """Tell all ranks to end, and set the time at which they are killed."""
-        self._deadlines.pop("failure", None)
-        self._deadlines.pop("timeout", None)
-        self._why_stopped = why
-        self._stopped_s = time.time()
-        self._crew.send({"signal": number})
-        self._arm("kill", grace_s)
-
-    def _arm(self, what: str, wait_s: float) -> None:
-        due = time.monotonic() + wait_s
-        self._deadlines[what] = min(due, self._deadlines.get(what, due))
-
-    def _wait_s(self) -> float | None:
-        if not self._deadlines:
-            return None
-        return max(0.0, min(self._deadlines.values()) - time.monotonic())
-
-    def _act_on_deadlines(self) -> None:
-        now = time.monotonic()
-        for what in [name for name, due in self._deadlines.items() if due <= now]:
-            self._deadlines.pop(what, None)
-            if what == "failure":
-                self._stop("failure", signal.SIGTERM,
-                           min(self._plan.grace_s, _FAILURE_GRACE_S))
-            elif what == "timeout":
-                self._console.say(f"the limit of {self._plan.timeout_s:g} s is over")
-                self._stop("timeout", signal.SIGTERM, self._plan.grace_s)
-            elif what == "kill":
-                self._crew.send({"signal": signal.SIGKILL})
-                self._arm("give up", _GIVE_UP_S)
-            else:
-                self._gave_up = True
+            self._ended(rank, code, time.time(), reason)
 
     def _end(self) -> JobEnd:
-        """How it ended."""
-        ends = list(self._ends.values())
-        if len(ends) == self._plan.np and all(end.code == EXIT_STOPPED for end in ends):
-            code = EXIT_TIME_OVER if self._why_stopped == "timeout" else EXIT_STOPPED
-            return JobEnd(code=code, signal=self._signal, report=("all ranks stopped on request",))
-        cause = first_failure(ends, self._stopped_s)
-        before = cause is not None and (self._stopped_s is None or cause.time_s <= self._stopped_s)
-        if cause is not None and (before or self._why_stopped in ("", "failure")):
+        ends = list(self.ends.values())
+        if self.is_over() and all(end.code == EXIT_STOPPED for end in ends):
+            code = EXIT_TIME_OVER if self.why_stopped == "timeout" else EXIT_STOPPED
+            return JobEnd(code=code, signal=self.signal, report=("all ranks stopped on request",))
+        cause = self.first_failure(ends)
+        if cause is not None:
             return JobEnd(code=cause.exit_code, cause=cause, report=tuple(describe(
-                cause, self._ends, np=self._plan.np, started_s=self._started_s,
-                log=self._console.log_path(cause.rank))))
-        if self._why_stopped == "timeout":
-            return JobEnd(code=EXIT_TIME_OVER)
-        return self._after_signal() if self._why_stopped == "signal" else JobEnd(code=0)
+                cause, self.ends, np=self.plan.np, started_s=self.started_s,
+                log=self.output.log_path(cause.rank))))
+        if self.why_stopped == "timeout" or not self.signal:
+            return JobEnd(code=EXIT_TIME_OVER if self.why_stopped == "timeout" else 0)
+        # A code the ranks chose themselves counts: it may ask for a requeue.
+        code = next((end.code for end in ends if end.code > 0), EXIT_SIGNALLED + self.signal)
+        if self.is_over() and not any(end.code for end in ends):
+            code = 0
+        return JobEnd(code=code, signal=self.signal, report=(
+            f"ended by {signal_name(self.signal)} {time.time() - self.started_s:.1f} s after the "
+            "start",))
 
-    def _after_signal(self) -> JobEnd:
-        """A code the ranks chose themselves counts: it may ask for a requeue."""
-        seconds = time.time() - self._started_s
-        chosen = [end.code for end in self._ends.values() if end.code > 0]
-        everyone = len(self._ends) == self._plan.np
-        done = everyone and not any(end.failed for end in self._ends.values())
-        code = chosen[0] if chosen else EXIT_SIGNALLED + self._signal
-        return JobEnd(code=0 if done else code, signal=self._signal, report=(
-            f"ended by {signal_name(self._signal)} {seconds:.1f} s after the start",))
+
+def _preload_work() -> dict[str, Any]:
+    # Imported here: other jobs do not need it.
+    from hvdtrain.preload.server import server_command
+    return {"server": server_command(),
+            "client": Path(preload_client.__file__).read_text(encoding="utf-8")}
+
+
+def _await_facts(links: Mapping[str, AgentLink], start: Callable[[AgentLink], None],
+                 give_up: Callable[[Collection[str]], bool], *,
+                 at_once: int = _AT_ONCE) -> dict[str, str]:
+    """Start agents, so many at once, until all have sent their facts; what is wrong with others."""
+    silent, problems = dict[AgentLink, float](), dict[str, str]()
+    # That of this host first: it is a fork, before there are threads.
+    ahead = deque(sorted(links.values(), key=lambda link: not link.is_local))
+    with selectors.DefaultSelector() as selector:
+        while (ahead or silent) and not give_up([link.host for link in (*silent, *ahead)]):
+            now = time.monotonic()
+            wave = [ahead.popleft() for _ in range(min(len(ahead), at_once - len(silent)))]
+            for link in _prepared(wave):
+                start(link)
+                selector.register(link, selectors.EVENT_READ)
+                silent[link] = now + _ANSWER_LIMIT_S
+            for key, _ in selector.select(_POLL_S):
+                link = cast(AgentLink, key.fileobj)
+                ended = link.read() is None
+                if ended or link.facts is not None:
+                    selector.unregister(link)
+                    del silent[link]
+                if ended and link.facts is None:
+                    problems[link.host] = _why_ended(link)
+            for link in [link for link, deadline in silent.items() if deadline <= now]:
+                selector.unregister(link)
+                del silent[link]
+                link.reap(0.0)
+                problems[link.host] = (f"no answer in {_ANSWER_LIMIT_S:g} s. Does a login script "
+                                       "there wait for something?")
+    return problems
+
+
+def _prepared(links: Sequence[AgentLink]) -> Iterator[AgentLink]:
+    """That of this host at once, the others when the configuration of ssh was read for all."""
+    yield from (link for link in links if link.is_local)
+    for_all(AgentLink.prepare, others := [link for link in links if not link.is_local])
+    yield from others
+
+
+def _why_ended(link: AgentLink) -> str:
+    code = link.reap(_REAP_S)
+    said = "; ".join(link.last_words) or "it said nothing"
+    return (f"{said}. Expected this Python at the same path there: a shared file system, or the "
+            "same installation on every host" if code == EXIT_NOT_STARTED
+            else f"exit code {code}, {said}")

@@ -9,36 +9,26 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import (
-    EXIT_RUN_FAILED,
-    EXIT_TIME_OVER,
-    ConfigError,
-    LaunchError,
-    MissingExtraError,
-    RunFailedError,
-)
-from hvdtrain.launch.console import Console
+from hvdtrain.errors import EXIT_RUN_FAILED, EXIT_TIME_OVER, ConfigError, RunFailedError
 from hvdtrain.launch.execute import launch_native
 from hvdtrain.launch.facts import gather_facts
-from hvdtrain.launch.failure import asked_for_input
-from hvdtrain.launch.native import JobEnd
 from hvdtrain.launch.options import LaunchOptions
-from hvdtrain.launch.plan import LaunchPlan, make_plan
-from hvdtrain.notebook.call import Call, CallFolder, Context
-from hvdtrain.notebook.pickles import culprits, definitions, keras_names
+from hvdtrain.launch.output import RankOutput
+from hvdtrain.launch.plan import make_plan
+from hvdtrain.launch.running_job import JobEnd, asked_for_input
+from hvdtrain.notebook.call import CallFolder
 from hvdtrain.preload.client import SOCKET_VARIABLE, ForkedProgram, Preloader, RefusedError
 from hvdtrain.preload.server import server_command
 
-_GRACE_S = 5.0
-"""From an interrupt to the end of ranks that do not answer: someone waits for the prompt."""
+_GRACE_S = 5.0  # until silent ranks are killed: someone waits for the prompt
 _PROBE_S = 10.0
 
-_kept: list[Preloader] = []
-"""The preloaded process of this one, if it has one."""
+_kept: list[Preloader] = []  # the preloaded process, if any
 
 
 def notebook_launcher(function: Callable[..., Any], args: tuple[Any, ...] | list[Any] = (),
@@ -47,21 +37,20 @@ def notebook_launcher(function: Callable[..., Any], args: tuple[Any, ...] | list
                       verbose: bool = False, preload: bool = True) -> Any:
     """Run a function on several ranks of this host, from a notebook or any Python process.
 
-    The ranks are new processes. The function may be defined in a cell; it goes to them with the
+    The ranks are new processes. The function may be defined in a cell; it is sent with the
     variables, functions and classes that it uses, as they are now. In it call `hvdtrain.init()` and
-    train, as in a script. What rank 0 prints is shown as it comes. An interrupt ends all ranks.
+    train, as in a script. The output of rank 0 is shown as it comes. An interrupt ends all ranks.
 
     Args:
-        function: What each rank calls.
+        function: Callable, what each rank calls.
         args: Tuple of its arguments.
         kwargs: Its keyword arguments.
         np: Integer, the number of ranks. Defaults to 2.
         env: Variables for the ranks, in addition to those of this process.
         timeout_s: Float, a limit for the whole run. Defaults to none.
-        verbose: Boolean, whether to show what the other ranks print too. Defaults to False: their
-            last lines are shown if they fail.
-        preload: Boolean, whether to keep a process that has imported TensorFlow until this one
-            ends, from which ranks are forked, so that later calls start at once. Defaults to True.
+        verbose: Boolean, whether to show the output of the other ranks too, not only if they fail.
+        preload: Boolean, whether to keep a process with TensorFlow until this one ends, and fork
+            the ranks from it, so that later calls start at once. Defaults to True.
 
     Returns:
         What the function returns on rank 0.
@@ -89,77 +78,52 @@ def notebook_launcher(function: Callable[..., Any], args: tuple[Any, ...] | list
         raise ConfigError(f"args is {args!r}. Expected a tuple, as ({args!r},) for one argument.")
     if np < 1:
         raise ConfigError(f"np is {np}. Expected 1 rank or more.")
-    call = Call(function=function, args=tuple(args), kwargs=dict(kwargs or {}))
+    call = (function, tuple(args), dict(kwargs or {}))
     with tempfile.TemporaryDirectory(prefix="hvdtrain-call-") as path:
         folder, sources = CallFolder(Path(path)), _sources()
-        plan = _plan(folder, np, env or {}, timeout_s=timeout_s, verbose=verbose)
-        _write(folder, call, sources)
+        options = LaunchOptions(
+            command=(sys.executable, "-m", "hvdtrain.notebook.rank", str(folder.path)), np=np,
+            hosts=f"localhost:{np}", starter="native",
+            env=tuple(f"{name}={value}" for name, value in (env or {}).items()),
+            timeout_s=timeout_s, grace_s=_GRACE_S, verbose=verbose)
+        plan = make_plan(options, os.environ, gather_facts())
+        folder.write_call(call, sources)
         if preload and SOCKET_VARIABLE not in os.environ:
             socket = _preloaded({**os.environ, **plan.env})
             plan = replace(plan, preload=True, env={**plan.env, SOCKET_VARIABLE: socket})
-        console = Console(np, out=sys.stdout, err=sys.stderr, verbose=verbose, live=True)
-        end = launch_native(plan, console)
+        output = RankOutput(np, out=sys.stdout, err=sys.stderr, verbose=verbose, live=True)
+        end = launch_native(plan, output)
         if end.signal:
             signal.raise_signal(end.signal)  # as if it had come now: KeyboardInterrupt
         _check(end, folder, sources, timeout_s)
-        with keras_names():
-            return folder.read_result()
-
-
-def _plan(folder: CallFolder, np: int, env: Mapping[str, str], *, timeout_s: float | None,
-          verbose: bool) -> LaunchPlan:
-    options = LaunchOptions(
-        command=(sys.executable, "-m", __package__, str(folder.path)), np=np,
-        hosts=f"localhost:{np}", starter="native",
-        env=tuple(f"{name}={value}" for name, value in env.items()),
-        timeout_s=timeout_s, grace_s=_GRACE_S, verbose=verbose)
-    return make_plan(options, os.environ, gather_facts())
-
-
-def _write(folder: CallFolder, call: Call, sources: Mapping[str, str]) -> None:
-    try:
-        folder.write_call(call, Context(path=sys.path, sources=sources))
-    except MissingExtraError:
-        raise
-    except Exception as error:
-        found = culprits(call.function, call.args, call.kwargs) or [str(error)]
-        raise LaunchError(
-            f"{getattr(call.function, '__name__', 'The function')} cannot be sent to the ranks "
-            f"because of {'; '.join(found).rstrip('.')}. Make it within the function, on each "
-            "rank.") from error
-    folder.write_definitions(definitions(everything=folder.holds_model()))
+        return folder.read_result()
 
 
 def _sources() -> dict[str, str]:
-    """The text of code that lies in no file: cells, and what was typed."""
+    """Code without a file: cells, and typed text."""
     return {name: "".join(entry[2]) for name, entry in list(linecache.cache.items())
             if len(entry) == 4 and entry[1] is None and not os.path.exists(name)}
 
 
 def _preloaded(env: Mapping[str, str]) -> str:
-    """The socket of a preloaded process that forks ranks with this environment."""
-    if _kept and not _forks(_kept[0], env):
-        _kept.pop().close()
+    """The socket of a preloaded process that accepts this environment."""
+    if _kept:
+        code: int | None = None
+        with suppress(RefusedError, subprocess.TimeoutExpired):
+            nowhere = subprocess.DEVNULL
+            probe = ForkedProgram(_kept[0].path, [sys.executable, "-c", ""], env=env,
+                                  stdin=nowhere, stdout=nowhere, stderr=nowhere)
+            probe.begin()
+            code = probe.wait(_PROBE_S)
+        if code != 0:
+            _kept.pop().close()
     if not _kept:
         _kept.append(Preloader(server_command(), env))
     return _kept[0].path
 
 
-def _forks(preloader: Preloader, env: Mapping[str, str]) -> bool:
-    """Whether a preloaded process is there, and takes ranks with this environment."""
-    try:
-        probe = ForkedProgram(preloader.path, [sys.executable, "-c", ""], env=env,
-                              stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                              stderr=subprocess.DEVNULL)
-        probe.begin()
-        return probe.wait(_PROBE_S) == 0
-    except (RefusedError, subprocess.TimeoutExpired):
-        return False
-
-
 def _check(end: JobEnd, folder: CallFolder, sources: Mapping[str, str],
            timeout_s: float | None) -> None:
-    """Raise what went wrong."""
     if end.code == 0 and folder.has_result():
         return
     if end.cause is None:
@@ -180,7 +144,7 @@ def _check(end: JobEnd, folder: CallFolder, sources: Mapping[str, str],
 
 
 def _with_cells(text: str, sources: Mapping[str, str]) -> str:
-    """A traceback with the numbers of cells, as the notebook itself shows them."""
+    """A traceback with the numbers of cells, as the notebook shows them."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None:

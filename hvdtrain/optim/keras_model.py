@@ -1,21 +1,26 @@
-"""The private parts of Keras' models, losses and layers that hvdtrain leans on.
-
-Those of optimizers are in `optim.keras_seam`; nothing else of hvdtrain uses private Keras.
-"""
+"""The private parts of Keras' models, losses and layers; those of optimizers: `keras_seam`."""
 
 from __future__ import annotations
 
 import inspect
 import io
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from hvdtrain.errors import OptimizerError
-from hvdtrain.optim.keras_seam import Hidden, check_keras, restore_method, set_on_instance
+from hvdtrain.data.source import tensors_of
+from hvdtrain.errors import ConfigError, OptimizerError
+from hvdtrain.optim.keras_seam import (
+    Hidden,
+    check_keras,
+    hooked,
+    leaf_optimizers,
+    set_on_instance,
+)
 
 MOMENTS = "_moments"
 """The method of `BatchNormalization` that computes mean and variance of a batch."""
@@ -25,11 +30,8 @@ _AFTER_BUILD = "_hvdtrain_after_build"
 
 @contextmanager
 def trainable_as_compiled(model: Any) -> Iterator[None]:
-    """While it is entered, what is trained is what was when the model was first trained.
-
-    That is since `compile`: Keras keeps the step that it has traced, whatever is made trainable
-    or frozen later, until the model is compiled again.
-    """
+    """Within it, variables are trainable as they were when the model was first trained."""
+    # Keras keeps the traced step, whatever is frozen later, until the next `compile`.
     compiled = getattr(model, "_loss_tracker", None)
     if compiled is None:  # a `compile` of the model's own, which leaves no trace
         yield
@@ -43,46 +45,31 @@ def trainable_as_compiled(model: Any) -> Iterator[None]:
         set_on_instance(model, _TRAINED, known)
     changed = [(then, after) for then, after in zip(known.value[1], now, strict=False)
                if then[0] is after[0] and then[2] != after[2]]
-    try:
-        for (part, name, value), _ in changed:
-            setattr(part, name, value)
+    with ExitStack() as undo:
+        for then, after in changed:
+            undo.callback(setattr, *after)
+            setattr(*then)
         yield
-    finally:
-        for _, (part, name, value) in changed:
-            setattr(part, name, value)
 
 
 @contextmanager
 def compiled_settings_kept(model: Any) -> Iterator[None]:
-    """At the end `jit_compile` and `steps_per_execution` are as the user compiled them."""
-    kept = [(name, getattr(model, name, None)) for name in ("jit_compile", "steps_per_execution")]
-    try:
+    """Restore `jit_compile` and `steps_per_execution` as the user compiled them at the end."""
+    with ExitStack() as undo:
+        for name in ("jit_compile", "steps_per_execution"):
+            if (value := getattr(model, name, None)) is not None:
+                undo.callback(setattr, model, name, value)
         yield
-    finally:
-        for name, value in kept:
-            if value is not None:
-                setattr(model, name, value)
-
-
-def forget_train_function(model: Any) -> None:
-    """Let Keras trace the training step anew."""
-    model.train_function = None
 
 
 def metrics_are_built(model: Any) -> bool:
-    """Whether the compiled metrics have their states."""
+    """Whether the compiled metrics have their variables."""
     parts = [model._compile_metrics, model._compile_loss]
     return all(part is None or part.built for part in parts)
 
 
 def build_metrics(model: Any, batch: Any) -> None:
-    """Create the states of compiled metrics, which Keras leaves to the first step.
-
-    Args:
-        model: A compiled model.
-        batch: Some samples, as `train_step` gets them: arrays `x`, `(x, y)` or
-            `(x, y, sample_weight)`.
-    """
+    """Create compiled metrics' variables from samples as `train_step` gets them (arrays)."""
     batch = tensors_of(batch)
     size = fixed_batch(model)
     if size is not None:
@@ -91,45 +78,30 @@ def build_metrics(model: Any, batch: Any) -> None:
     model._symbolic_build(data_batch=batch)
 
 
-def tensors_of(batch: Any) -> Any:
-    """Arrays as tensors; ragged and sparse tensors, and None, stay as they are."""
-    def tensor(value: Any) -> Any:
-        kept = value is None or isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
-        return value if kept else tf.convert_to_tensor(value)
-    return tf.nest.map_structure(tensor, batch)
-
-
-def has_call(model: Any) -> bool:
-    """Whether a model can be called."""
-    return type(model).call is not keras.Layer.call and type(model).call is not keras.Model.call
-
-
 def has_own_step(model: Any) -> bool:
-    """Whether a model brings a training or test step of its own."""
+    """Whether a model overrides the training or test step."""
     return any(getattr(type(model), name) is not getattr(keras.Model, name)
                for name in ("train_step", "test_step"))
 
 
 def fixed_batch(model: Any) -> int | None:
-    """The size of the batches of a model that takes one only, as stateful ones do; else None."""
-    inputs = getattr(model, "inputs", None) if model.built else None
-    return next((int(tensor.shape[0]) for tensor in inputs or []
+    """The batch size of a model that takes one only, as stateful ones do; else None."""
+    return next((int(tensor.shape[0]) for tensor in _inputs(model)
                  if len(tensor.shape) and tensor.shape[0] is not None), None)
 
 
 def only_input_shape(model: Any) -> tuple[int | None, ...] | None:
-    """The shape of the input of a model that is known to have one, with the batch axis."""
-    inputs = getattr(model, "inputs", None) if model.built else None
-    return tuple(inputs[0].shape) if inputs and len(inputs) == 1 else None
+    """The shape of a model's only input, with the batch axis, where it is known."""
+    inputs = _inputs(model)
+    return tuple(inputs[0].shape) if len(inputs) == 1 else None
+
+
+def _inputs(model: Any) -> list[Any]:
+    return list(getattr(model, "inputs", None) or []) if model.built else []
 
 
 def trace_train_step(model: Any, batch: Any) -> None:
-    """Let a model's `train_step` create its variables; it is traced, and not run.
-
-    Args:
-        model: A compiled model.
-        batch: Some samples, as `build_metrics` takes them.
-    """
+    """Create a model's variables by tracing its `train_step` with samples, without running it."""
     def spec(value: Any) -> Any:
         found = tf.type_spec_from_value(value)
         return (tf.TensorSpec([None, *found.shape[1:]], found.dtype)
@@ -139,13 +111,8 @@ def trace_train_step(model: Any, batch: Any) -> None:
     model.built = True  # or Keras warns that its files may hold no weights
 
 
-def call_in_training(model: Any, x: Any) -> Any:
-    """The forward pass of a training step."""
-    return model(x, training=True) if model._call_has_training_arg else model(x)
-
-
 def leaf_metrics(model: Any) -> list[Any]:
-    """The metrics of a model, those given to `compile` one by one, without duplicates."""
+    """All metrics of a model without duplicates, with those inside `CompileMetrics`."""
     found: dict[int, Any] = {}
     for metric in model.metrics:
         for leaf in getattr(metric, "metrics", None) or [metric]:
@@ -153,97 +120,49 @@ def leaf_metrics(model: Any) -> list[Any]:
     return list(found.values())
 
 
-def names_of_figures(model: Any) -> set[str]:
-    """The names of the figures that the model's metrics give."""
-    found: set[str] = set()
-    for metric in model.metrics:
-        result = metric.result()
-        found |= set(result) if isinstance(result, dict) else {metric.name}
-    return found
+@contextmanager
+def losses_by_samples(model: Any) -> Iterator[None]:
+    """Average output losses over samples; Keras does so only if batch sizes are known before."""
+    compiled, samples = getattr(model, "_compile_loss", None), None
 
-
-def mask_of(tensor: Any) -> Any | None:
-    """The mask that layers or losses have put on a tensor."""
-    from keras.src import backend
-    return backend.get_keras_mask(tensor)
-
-
-def sum_of_weights(sample_weight: Any | None, mask: Any | None, dtype: Any) -> Any:
-    """The denominator of the reduction `mean_with_sample_weight`."""
-    from keras.src.losses.loss import apply_mask
-    weight = None if sample_weight is None else tf.cast(sample_weight, dtype)
-    return tf.reduce_sum(apply_mask(weight, mask, dtype, "mean_with_sample_weight"))
-
-
-def weight_losses_by_samples(compiled: Any) -> Callable[[], None]:
-    """Weight what a `CompileLoss` records of each output by the samples of the batch.
-
-    Returns:
-        A function that undoes it.
-    """
-    call, originals = compiled.call, dict[int, tuple[Any, Any]]()
-    samples: Any = None
-
-    def weight(metrics: Iterable[Any]) -> None:
-        for metric in metrics:
-            originals[id(metric)] = metric, metric.update_state
-            set_on_instance(metric, "update_state", weighted(metric.update_state))
-
-    def weighted(update: Callable[..., Any]) -> Callable[..., Any]:
-        def update_state(values: Any, sample_weight: Any = None) -> Any:
-            return update(values, samples if sample_weight is None else sample_weight)
-        return update_state
-
-    def counting(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    def call(original: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         nonlocal samples
         first = keras.tree.flatten(y_pred)[0]
         samples = tf.shape(first)[0] if len(first.shape) else None
-        return call(y_true, y_pred, sample_weight)
-
-    def undo() -> None:
-        restore_method(compiled, "call", call)
-        for metric, update in originals.values():
-            restore_method(metric, "update_state", update)
-    set_on_instance(compiled, "call", counting)
-    _once_built(compiled, lambda: weight(compiled.metrics))
-    return undo
+        return original(y_true, y_pred, sample_weight)
+    with ExitStack() as undo:
+        if compiled is not None:
+            undo.enter_context(hooked(compiled, call=call))
+            _once_built(compiled, lambda: undo.enter_context(
+                _updates_weighted(compiled.metrics, lambda _: samples)))
+        yield
 
 
 @contextmanager
-def means_weighted(model: Any, weight: Any | None) -> Iterator[None]:
-    """While it is entered, a mean that is told one number for a batch weights it.
+def _updates_weighted(metrics: Iterable[Any],
+                      weight_of: Callable[[Any], Any]) -> Iterator[None]:
+    def update_state(original: Any, values: Any, sample_weight: Any = None) -> Any:
+        return original(values, weight_of(values) if sample_weight is None else sample_weight)
+    with ExitStack() as undo:
+        for metric in metrics:
+            undo.enter_context(hooked(metric, update_state=update_state))
+        yield
 
-    A `train_step` of the model's own tells a `keras.metrics.Mean` the loss of its batch; with
-    batches of different sizes on the ranks that is the loss of one process only if each counts by
-    its samples.
 
-    Args:
-        model: The model.
-        weight: Float32 scalar tensor, the weight of the batch; None for none.
-    """
+def means_weighted(model: Any, weight: Any | None) -> AbstractContextManager[None]:
+    """Within it, a mean updated with one number for a batch weights it (None: does not)."""
+    # A custom `train_step` updates a `keras.metrics.Mean` with the loss of its batch; where batches
+    # differ in size between ranks, that gives the loss of one process only if weighted by samples.
     means = [] if weight is None else [
         metric for metric in model.metrics if isinstance(metric, keras.metrics.Mean)
         and not isinstance(metric, keras.metrics.MeanMetricWrapper)
         and "update_state" not in vars(metric)]  # else it is weighted by samples already
-    originals = [(metric, metric.update_state) for metric in means]
-
-    def weighted(update: Callable[..., Any]) -> Callable[..., Any]:
-        def update_state(values: Any, sample_weight: Any = None) -> Any:
-            if sample_weight is None and not len(tf.convert_to_tensor(values).shape):
-                sample_weight = weight
-            return update(values, sample_weight)
-        return update_state
-    for metric, update in originals:
-        set_on_instance(metric, "update_state", weighted(update))
-    try:
-        yield
-    finally:
-        for metric, update in originals:
-            restore_method(metric, "update_state", update)
+    return _updates_weighted(means, lambda values: (
+        None if len(tf.convert_to_tensor(values).shape) else weight))
 
 
 def _once_built(compiled: Any, work: Callable[[], Any]) -> None:
-    """Do it now, or when a `CompileLoss` that is not built yet has been built."""
+    """Call `work` now, or once a `CompileLoss` that is not built yet is built."""
     if compiled.built:
         work()
         return
@@ -251,49 +170,35 @@ def _once_built(compiled: Any, work: Callable[[], Any]) -> None:
     if waiting is not None:
         waiting.value.append(work)
         return
-    build = compiled.build
     set_on_instance(compiled, _AFTER_BUILD, Hidden([work]))
 
-    def built(y_true: Any, y_pred: Any) -> None:
-        build(y_true, y_pred)
-        restore_method(compiled, "build", build)
+    def built(original: Any, y_true: Any, y_pred: Any) -> None:
+        original(y_true, y_pred)
+        undo.close()
         for each in compiled.__dict__.pop(_AFTER_BUILD).value:
             each()
-    set_on_instance(compiled, "build", built)
+    undo = ExitStack()
+    undo.enter_context(hooked(compiled, build=built))
 
 
 def replace_losses(compiled: Any, make: Callable[[int, Any], Any]) -> None:
-    """Replace each loss of a `CompileLoss` by `make(its number, it)`, now or once it is built.
-
-    What is saved with a model is what was given to `compile`, so that files do not change.
-    """
-    def replace() -> None:
+    """Replace each loss of a `CompileLoss` by `make(index, loss)`, now or once it is built."""
+    def replace() -> None:  # files do not change: they hold what was given to `compile`
         compiled._flat_losses = [entry._replace(loss=make(number, entry.loss))
                                  for number, entry in enumerate(compiled._flat_losses)]
     _once_built(compiled, replace)
 
 
 def pythonify_logs(logs: Any) -> dict[str, Any]:
-    """Figures as plain numbers, sorted by name, as Keras gives them to callbacks."""
+    """Logs as plain numbers, sorted by name, as Keras passes them to callbacks."""
     from keras.src.utils import python_utils
     return dict(python_utils.pythonify_logs(logs))
-
-
-def is_of_keras(obj: Any) -> bool:
-    """Whether the class of an object is Keras' own."""
-    return type(obj).__module__.split(".")[0] == "keras"
 
 
 def save_to_memory(model: Any, file: io.BytesIO) -> None:
     """Write the `.keras` file of a model into memory."""
     from keras.src.saving import saving_lib
     saving_lib.save_model(model, file)
-
-
-def synchronized_statistics(model: Any) -> list[Any]:
-    """The statistics of batch normalizations that take their moments from all ranks."""
-    return [v for layer in model._flatten_layers() if MOMENTS in vars(layer)
-            for v in layer.non_trainable_variables]
 
 
 def states_of_samples(model: Any) -> list[Any]:
@@ -304,11 +209,7 @@ def states_of_samples(model: Any) -> list[Any]:
 
 
 def check_batch_normalization() -> None:
-    """Refuse a Keras whose batch normalization does not take its moments from one method.
-
-    Raises:
-        OptimizerError: Naming what was expected.
-    """
+    """Refuse a Keras whose batch normalization does not compute its moments in one method."""
     check_keras()
     cls = keras.layers.BatchNormalization
     method = getattr(cls, MOMENTS, None)
@@ -322,11 +223,7 @@ def check_batch_normalization() -> None:
 
 
 def batch_normalizations(model: Any) -> list[Any]:
-    """The batch normalizations of a model, in its order; those of models within it too.
-
-    Raises:
-        OptimizerError: One has a method of its own for the moments.
-    """
+    """The batch normalizations of a model and its submodels, except those that override moments."""
     cls = keras.layers.BatchNormalization
     found = [layer for layer in model._flatten_layers() if isinstance(layer, cls)]
     for layer in found:
@@ -336,3 +233,51 @@ def batch_normalizations(model: Any) -> list[Any]:
                 f"own way ({MOMENTS}), so it cannot be synchronized over ranks. Use a "
                 "keras.layers.BatchNormalization, or leave sync_batch_norm out.")
     return found
+
+
+@contextmanager
+def split_step(model: Any) -> Iterator[None]:
+    """Within it, both halves of training steps are compiled by XLA. All ranks."""
+    # Before the train function is made.
+    # The collectives have no XLA kernel, so a step cannot be compiled as a whole, but its halves
+    # can: the forward and backward pass up to the gradients, and the update from the reduced
+    # gradients.
+    if type(model).train_step is not keras.Model.train_step:
+        raise ConfigError(
+            f"xla=True compiles the train_step of Keras, but {type(model).__name__} has one of its "
+            "own. Leave xla out, and decorate the parts of your train_step that hold no "
+            "optimizer.apply with @tf.function(jit_compile=True).")
+    with ExitStack() as undo:
+        undo.callback(setattr, model, "train_function", None)  # traced again
+        undo.enter_context(hooked(model, train_step=partial(_split_train_step, model)))
+        for leaf in leaf_optimizers(model.optimizer):
+            undo.enter_context(hooked(leaf, _backend_update_step=_compiled_update))
+        yield
+
+
+def _compiled_update(update: Any, grads: Any, variables: Any, learning_rate: Any) -> None:
+    # A function of its own for each trace: it captures tensors of the graph that is traced.
+    @tf.function(jit_compile=True)  # type: ignore[untyped-decorator]
+    def compiled(grads: Any, learning_rate: Any) -> None:
+        update(grads, variables, learning_rate)
+    compiled(list(grads), tf.convert_to_tensor(learning_rate))
+
+
+def _split_train_step(model: Any, _: Any, data: Any) -> Any:
+    optimizer, trained = model.optimizer, model.trainable_weights
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+
+    @tf.function(jit_compile=True)  # type: ignore[untyped-decorator]
+    def compiled(x: Any, y: Any, sample_weight: Any) -> Any:
+        with tf.GradientTape() as tape:
+            y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+            loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight,
+                                       training=True)
+            scaled = optimizer.scale_loss(loss)
+        return loss, y_pred, tape.gradient(scaled, trained)
+
+    loss, y_pred, gradients = compiled(x, y, sample_weight)
+    samples = tf.shape(next(i for i in tf.nest.flatten(x) if i is not None))[0]
+    model._loss_tracker.update_state(loss, sample_weight=samples)
+    optimizer.apply_gradients(zip(gradients, trained, strict=True))
+    return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)

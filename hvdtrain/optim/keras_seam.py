@@ -1,24 +1,22 @@
-"""The private parts of Keras' optimizers that hvdtrain leans on; of its models: `keras_model`.
+"""The private parts of Keras' optimizers that hvdtrain uses; for models see `keras_model`.
 
-A distributed optimizer is the user's own object with a few methods replaced *on the instance*,
-so that its class, config and saved files stay plain Keras. The methods, in the order in which
-one training step runs them (Keras 3.5 and later):
+A distributed optimizer is the user's own object with a few methods replaced *on the instance*, so
+that its class, config and saved files stay plain Keras. The methods, in the order in which one
+training step runs them (Keras 3.5 and later):
 
     scale_loss -> apply -> _backend_apply_gradients -> _clip_gradients -> update
 
-`_clip_gradients` runs once per applied update, after loss unscaling and gradient accumulation
-and before clipping and weight decay: that is where gradients are reduced. Keras before 3.5
-clipped in `apply`.
-
-`check_keras` compares versions and signatures; `self_test` runs an optimizer for three steps
-and watches the order. Both are cheap and run at every start.
+`_clip_gradients` runs once per applied update, after loss unscaling and gradient accumulation and
+before clipping and weight decay: gradients are reduced there. Keras before 3.5 clipped in `apply`.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,18 +27,33 @@ from packaging.version import Version
 from hvdtrain.errors import OptimizerError
 
 KERAS_MIN, KERAS_BELOW = Version("3.5"), Version("3.16")
-_DIVIDED = "_hvdtrain_divided"
-_REPLACED = "_hvdtrain_replaced"
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam",
+               "Ftrl", "Lion")
+"""Keras optimizers that update each element of a variable independently."""
+DIVIDED = "_hvdtrain_divided"
+"""The attribute of a variable of which each rank has another part."""
+_UNDO = "_hvdtrain_undo"
+IS_LOCAL = "_hvdtrain_is_local"
+"""The attribute of an optimizer with its function for local variables."""
+_FINITE_STEP = "_stateful_handle_finite_grads"
+"""The method of `LossScaleOptimizer` that applies finite gradients."""
 _SIGNATURES = {
-    "apply": ["grads", "trainable_variables"],
-    "scale_loss": ["loss"],
-    "_backend_apply_gradients": ["grads", "trainable_variables"],
-    "_clip_gradients": ["grads"],
-    "_get_variable_index": ["variable"],
-    "_overwrite_variables_directly_with_gradients": ["grads", "vars"],
-    "_get_current_learning_rate": [],
+    keras.optimizers.Optimizer: {
+        "apply": ["grads", "trainable_variables"],
+        "scale_loss": ["loss"],
+        "_backend_apply_gradients": ["grads", "trainable_variables"],
+        "_clip_gradients": ["grads"],
+        "_get_variable_index": ["variable"],
+        "_overwrite_variables_directly_with_gradients": ["grads", "vars"],
+        "_get_current_learning_rate": [],
+        "_use_weight_decay": ["variable"],
+        "_var_key": ["variable"],
+    },
+    keras.optimizers.LossScaleOptimizer: {
+        "check_finite": ["grads"],
+        _FINITE_STEP: ["grads", "trainable_variables"],
+    },
 }
-_IS_LOCAL = "_hvdtrain_is_local"
 Optimizer = Any
 
 
@@ -56,40 +69,46 @@ def set_on_instance(obj: object, name: str, value: object) -> None:
     object.__setattr__(obj, name, value)
 
 
-def replace_method(optimizer: Optimizer, name: str,
-                   make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace `optimizer.name` on this instance by `make(the method it had)`."""
-    original = getattr(optimizer, name)
-    if _REPLACED not in optimizer.__dict__:
-        set_on_instance(optimizer, _REPLACED, Hidden([]))
-    optimizer.__dict__[_REPLACED].value.append((name, original))
-    set_on_instance(optimizer, name, make(original))
+def replaced(obj: object, name: str, make: Callable[..., Any]) -> Callable[[], None]:
+    """Replace `obj.name` on this instance by `make(old)`; returns a function that undoes it."""
+    before = vars(obj).get(name)
+    set_on_instance(obj, name, make(getattr(obj, name)))
+    return functools.partial(object.__delattr__, obj, name) if before is None else (
+        functools.partial(set_on_instance, obj, name, before))
+
+
+def replace_method(optimizer: Optimizer, name: str, make: Callable[..., Any]) -> None:
+    """As `replaced`, until `restore_all`."""
+    undo = replaced(optimizer, name, make)
+    if _UNDO not in optimizer.__dict__:
+        set_on_instance(optimizer, _UNDO, Hidden([]))
+    optimizer.__dict__[_UNDO].value.append(undo)
+
+
+def hook(optimizer: Optimizer, **methods: Callable[..., Any]) -> None:
+    """Replace methods by functions that get the original method and then its arguments."""
+    for name, method in methods.items():
+        replace_method(optimizer, name, functools.partial(functools.partial, method))
+
+
+@contextmanager
+def hooked(obj: object, **methods: Callable[..., Any]) -> Iterator[None]:
+    """As `hook`, while it is entered."""
+    with ExitStack() as undo:
+        for name, method in methods.items():
+            undo.callback(replaced(obj, name, functools.partial(functools.partial, method)))
+        yield
 
 
 def restore_all(optimizer: Optimizer) -> None:
-    """Undo every `replace_method` on this instance."""
-    for name, original in reversed(optimizer.__dict__.pop(_REPLACED, Hidden([])).value):
-        restore_method(optimizer, name, original)
-    optimizer.__dict__.pop(_IS_LOCAL, None)
-
-
-def restore_method(obj: object, name: str, original: Callable[..., Any]) -> None:
-    """Undo `replace_method`: give the instance the method that it had."""
-    if getattr(original, "__func__", None) is getattr(type(obj), name, None):
-        object.__delattr__(obj, name)
-    else:
-        set_on_instance(obj, name, original)
+    """Undo every `replace_method` and `hook` on this instance."""
+    for undo in reversed(optimizer.__dict__.pop(_UNDO, Hidden([])).value):
+        undo()
+    optimizer.__dict__.pop(IS_LOCAL, None)
 
 
 def check_keras(version: str | None = None) -> None:
-    """Refuse a Keras that is not known, by version and by the methods it lacks.
-
-    Args:
-        version: String, the version to judge; defaults to the installed one.
-
-    Raises:
-        OptimizerError: Naming the version found and the range expected, or the method.
-    """
+    """Refuse an unsupported Keras (default: the installed one), by version and by what it lacks."""
     found = Version(version or keras.__version__)
     if not KERAS_MIN <= found < KERAS_BELOW:
         raise OptimizerError(
@@ -101,39 +120,32 @@ def check_keras(version: str | None = None) -> None:
         raise OptimizerError(
             f"Keras runs on the backend {keras.backend.backend()!r}; hvdtrain needs "
             "'tensorflow'. Set KERAS_BACKEND=tensorflow before Keras is imported.")
-    for name, expected in _SIGNATURES.items():
-        method = getattr(keras.optimizers.Optimizer, name, None)
-        found_names = list(inspect.signature(method).parameters)[1:] if method else None
-        if found_names != expected:
-            raise OptimizerError(
-                f"Keras {found}: Optimizer.{name}({', '.join(expected)}) was expected, found "
-                f"{'nothing' if found_names is None else found_names}. This Keras is not "
-                "known to hvdtrain; install another (see above range) or report it.")
+    for cls, methods in _SIGNATURES.items():
+        for name, expected in methods.items():
+            method = getattr(cls, name, None)
+            found_names = list(inspect.signature(method).parameters)[1:] if method else None
+            if found_names != expected:
+                raise OptimizerError(
+                    f"Keras {found}: {cls.__name__}.{name}({', '.join(expected)}) was expected, "
+                    f"found {'nothing' if found_names is None else found_names}. This Keras is "
+                    "not known to hvdtrain; install another (see above range) or report it.")
 
 
 def self_test() -> None:
-    """Run a small optimizer and check that the hooks are called where they must be.
-
-    Raises:
-        OptimizerError: Keras calls them in another order or another number of times.
-    """
+    """Run a small optimizer and refuse a Keras that calls the hooks elsewhere."""
     seen: list[str] = []
 
-    def watched(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            def method(*args: Any) -> Any:
-                seen.append(name)
-                return original(*args)
-            return method
-        return make
+    def watched(name: str, original: Callable[..., Any], *args: Any) -> Any:
+        seen.append(name)
+        return original(*args)
 
     with tf.init_scope(), tf.device("CPU:0"):
         variable = tf.Variable([1.0], name="hvdtrain_self_test")
         optimizer = keras.optimizers.SGD(
             0.5, clipvalue=1.0, gradient_accumulation_steps=2, name="hvdtrain_self_test")
         optimizer.build([variable])
-        for name in ("_backend_apply_gradients", "_clip_gradients"):
-            replace_method(optimizer, name, watched(name))
+        hook(optimizer, **{name: functools.partial(watched, name)
+                           for name in ("_backend_apply_gradients", "_clip_gradients")})
         for gradient in (1.0, 3.0):
             optimizer.apply([tf.constant([gradient])], [variable])
         value = float(variable[0])
@@ -150,18 +162,22 @@ def is_loss_scale(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
 
+def calling_loss_scale() -> Optimizer | None:
+    """The `LossScaleOptimizer` that is applying finite gradients now, outside of this call."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != _FINITE_STEP:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get("self")
+
+
 def is_multi(optimizer: Optimizer) -> bool:
-    """Whether this is a `MultiOptimizer` (Keras has it since 3.11)."""
-    multi = getattr(keras.optimizers, "MultiOptimizer", None)
-    return multi is not None and isinstance(optimizer, multi)
+    """Whether this is a `MultiOptimizer` (new in Keras 3.11)."""
+    return isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ()))
 
 
 def found_optimizers(model: Any) -> list[Optimizer]:
-    """All optimizers of a model: that of `compile`, and those in attributes (`d_optimizer`).
-
-    Without duplicates, and without those within another one; in an order that depends on the
-    model's class only.
-    """
+    """All outermost optimizers of a model, from `compile` and from attributes."""
+    # The order depends on the model's class only.
     found: dict[int, Optimizer] = {}
     left = [getattr(model, "optimizer", None), *vars(model).values()]
     while left:
@@ -177,64 +193,63 @@ def found_optimizers(model: Any) -> list[Optimizer]:
 
 
 def optimizers_of(model: Any) -> list[Optimizer]:
-    """The optimizers that train a built model; empty if it has none.
-
-    `compile()` of a class that has optimizers of its own makes one more, which is never built.
-    """
+    """The optimizers that train a built model; empty if it has none."""
     found = found_optimizers(model)
+    # `compile` of a class that has optimizers of its own makes one more, which is never built.
     return [o for o in found if o.built] or found[:1]
 
 
-def leaf_optimizers(optimizer: Any) -> list[Optimizer]:
-    """The optimizers that update variables, below loss scaling and `MultiOptimizer`.
-
-    Args:
-        optimizer: One, or a list of several.
-    """
-    if isinstance(optimizer, (list, tuple)):
-        return [leaf for one in optimizer for leaf in leaf_optimizers(one)]
-    if is_loss_scale(optimizer):
-        return leaf_optimizers(optimizer.inner_optimizer)
-    if is_multi(optimizer):
-        return [leaf for inner in optimizer.optimizers for leaf in leaf_optimizers(inner)]
-    return [optimizer]
-
-
-def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers directly within one: of a list, of loss scaling and `MultiOptimizer`."""
+def inner_optimizers(optimizer: Any) -> list[Optimizer] | None:
+    """The optimizers directly within a list, loss scaling or `MultiOptimizer`; else None."""
     if isinstance(optimizer, (list, tuple)):
         return list(optimizer)
     if is_loss_scale(optimizer):
         return [optimizer.inner_optimizer]
-    return list(optimizer.optimizers) if is_multi(optimizer) else []
+    return list(optimizer.optimizers) if is_multi(optimizer) else None
 
 
-def build_order(optimizer: Optimizer, variables: list[Any]) -> list[int]:
-    """Positions of `variables` in the order in which the optimizer was built."""
-    index = [optimizer._get_variable_index(v) for v in variables]
-    return sorted(range(len(variables)), key=index.__getitem__)
+def leaf_optimizers(optimizer: Any) -> list[Optimizer]:
+    """The innermost optimizers, which update variables, of one optimizer or of several."""
+    inner = inner_optimizers(optimizer)
+    return [optimizer] if inner is None else [
+        leaf for one in inner for leaf in leaf_optimizers(one)]
+
+
+def trained(leaf: Optimizer) -> list[Any]:
+    """The variables that an optimizer was built for, in that order."""
+    return list(leaf._trainable_variables)
+
+
+def in_build_order(leaf: Optimizer, grads: Iterable[Any], variables: Iterable[Any],
+                   ) -> tuple[list[int], list[Any], list[Any]]:
+    """Indices, gradients and variables, in the order in which the optimizer was built."""
+    found = sorted(((leaf._get_variable_index(v), g, v)
+                    for g, v in zip(grads, variables, strict=True)), key=lambda one: one[0])
+    return [i for i, _, _ in found], [g for _, g, _ in found], [v for _, _, v in found]
 
 
 def updates_rows(leaf: Optimizer) -> bool:
-    """Whether an optimizer changes only the rows of a sparse gradient.
-
-    Those of Keras make it dense instead, but for two; others are taken at their word.
-    """
+    """Whether an optimizer changes only the rows of a sparse gradient."""
+    # Those of Keras make it dense instead, but for two; others are taken at their word.
     if type(leaf) is keras.optimizers.SGD:
         return not leaf.momentum
-    own = not type(leaf).__module__.startswith("keras.src.optimizers")
-    return own or type(leaf) is keras.optimizers.Adagrad
+    return type(leaf) is keras.optimizers.Adagrad or (
+        not type(leaf).__module__.startswith("keras.src.optimizers"))
 
 
 def rate_variable(leaf: Optimizer) -> Any | None:
-    """The variable of a learning rate that is a number; None where it is a schedule."""
-    rate = leaf._learning_rate
-    return rate if hasattr(rate, "assign") else None
+    """The variable of a constant learning rate; None for a schedule."""
+    return leaf._learning_rate if hasattr(leaf._learning_rate, "assign") else None
+
+
+def iterations(optimizer: Optimizer) -> Any:
+    """The variable that counts steps, also those that only accumulate."""
+    return leaf_optimizers(optimizer)[0]._iterations
 
 
 def steps_done(optimizer: Optimizer) -> int:
-    """Training steps that an optimizer has seen, also those that only accumulated."""
-    return int(leaf_optimizers(optimizer)[0]._iterations.numpy())
+    """Training steps done, also those that only accumulated."""
+    return int(iterations(optimizer).numpy())
 
 
 def variable_path(variable: Any) -> str:
@@ -246,34 +261,24 @@ def variable_path(variable: Any) -> str:
 
 
 def variable_key(variable: Any) -> str | None:
-    """What tells a variable apart from all others of this process; None for a tensor."""
-    inner = getattr(variable, "value", variable)
-    if callable(inner):  # TensorFlow's own variables have a method of that name
-        inner = variable
-    key: str | None = getattr(inner, "_unique_id", None)
-    return key
-
-
-def mark_local(leaf: Optimizer, is_local: Callable[[Any], bool]) -> None:
-    """Remember which variables each rank has for itself."""
-    set_on_instance(leaf, _IS_LOCAL, is_local)
+    """The unique key of a variable in this process; None for a tensor."""
+    inner = getattr(variable, "value", variable)  # a method of TensorFlow's own variables
+    return getattr(variable if callable(inner) else inner, "_unique_id", None)
 
 
 def shared_weights(optimizer: Optimizer, variables: Iterable[Any]) -> list[Any]:
     """Those of `variables` whose gradients are averaged over ranks: equal on all ranks."""
-    tests = [leaf.__dict__[_IS_LOCAL] for leaf in leaf_optimizers(optimizer)
-             if _IS_LOCAL in leaf.__dict__]
+    tests = [leaf.__dict__[IS_LOCAL] for leaf in leaf_optimizers(optimizer)
+             if IS_LOCAL in leaf.__dict__]
     return [v for v in variables if not any(is_local(v) for is_local in tests)]
 
 
 def shared_variables(optimizer: Optimizer) -> list[Any]:
-    """The optimizer's variables that are equal on all ranks.
-
-    That is all but gradient accumulators, which hold what one rank gathered since the last
-    update, the states of variables that each rank has for itself, and states that are divided.
-    """
+    """The optimizer's variables that are equal on all ranks."""
+    # Not among them: gradient accumulators, which hold one rank's sum since the last update, the
+    # states of local variables, and states that are divided.
     own = {id(v) for leaf in leaf_optimizers(optimizer)
-           for v in [*getattr(leaf, "_accumulated_gradients", []), *local_slots(leaf)]}
+           for v in [*accumulators(leaf), *local_slots(leaf)]}
     return [v for v in variables_of(optimizer) if id(v) not in own and not is_divided(v)]
 
 
@@ -283,48 +288,27 @@ def variables_of(optimizer: Any) -> list[Any]:
     return [v for one in several for v in one.variables]
 
 
-def local_slots(leaf: Optimizer) -> list[Any]:
-    """The states of local variables: Keras keeps each kind in a list, in build order."""
-    is_local = leaf.__dict__.get(_IS_LOCAL)
-    if is_local is None:
-        return []
-    trainable = list(leaf._trainable_variables)
-    local = [i for i, v in enumerate(trainable) if is_local(v)]
-    slots = [values for name, values in vars(leaf).items()
-             if isinstance(values, list) and len(values) == len(trainable)
-             and name not in ("_variables", "_trainable_variables")]
-    return [values[i] for values in slots for i in local]
-
-
-def open_accumulators(optimizer: Optimizer) -> list[Any]:
-    """The gradients that wait for the next update, of weights that are equal on all ranks.
-
-    Empty between two updates; else one variable for each weight, in build order.
-    """
-    found: list[Any] = []
-    for leaf in leaf_optimizers(optimizer):
-        steps = leaf.gradient_accumulation_steps
-        if leaf.built and steps and int(leaf._iterations.numpy()) % steps:
-            own = {id(v) for v in local_slots(leaf)}
-            found += [v for v in leaf._accumulated_gradients
-                      if v is not None and id(v) not in own and not is_divided(v)]
-    return found
-
-
-def slots(optimizer: Optimizer, count: int) -> dict[str, list[Any]]:
-    """What a built optimizer keeps for its variables: attribute -> a variable (or None) each.
-
-    Args:
-        optimizer: One that updates variables.
-        count: Integer, how many it was built for.
-    """
+def slots(leaf: Optimizer, count: int) -> dict[str, list[Any]]:
+    """The slots of an optimizer for `count` variables: attribute -> one (or None) for each."""
     if not count:
         return {}
-    return {name: list(value) for name, value in vars(optimizer).items()
+    return {name: list(value) for name, value in vars(leaf).items()
             if name not in ("_variables", "_trainable_variables")
             and isinstance(value, list) and len(value) == count
             and any(v is not None for v in value)
             and all(v is None or isinstance(v, keras.Variable) for v in value)}
+
+
+def local_slots(leaf: Optimizer) -> list[Any]:
+    """The states of variables that are local to each rank."""
+    is_local, variables = leaf.__dict__.get(IS_LOCAL, lambda _: False), trained(leaf)
+    local = [i for i, v in enumerate(variables) if is_local(v)]
+    return [kept[i] for kept in slots(leaf, len(variables)).values() for i in local]
+
+
+def accumulators(leaf: Optimizer) -> list[Any]:
+    """The gradient accumulators of an optimizer (or None), in build order."""
+    return list(getattr(leaf, "_accumulated_gradients", []))
 
 
 def build(optimizer: Optimizer, variables: Sequence[Any]) -> None:
@@ -334,56 +318,25 @@ def build(optimizer: Optimizer, variables: Sequence[Any]) -> None:
     optimizer.built = True
 
 
-def unbuild(optimizer: Optimizer) -> None:
-    """Forget what `build` has made, so that the optimizer can be built for other variables."""
-    kept = {id(optimizer._iterations), id(optimizer._learning_rate)}
-    for variable in optimizer.variables:
+def unbuild(leaf: Optimizer) -> None:
+    """Undo `build`, so that the optimizer can be built for other variables."""
+    kept = {id(leaf._iterations), id(leaf._learning_rate)}
+    for variable in leaf.variables:
         if id(variable) not in kept:
-            optimizer._untrack_variable(variable)
-    optimizer._trainable_variables_indices.clear()
-    optimizer.built = False
-
-
-def is_overwritten(variable: Any) -> bool:
-    """Whether a variable takes its gradient as its value (scales of float8)."""
-    return bool(getattr(variable, "overwrite_with_gradient", False))
-
-
-def mark_divided(variable: Any) -> None:
-    """Note that each rank has another part of this variable."""
-    set_on_instance(variable, _DIVIDED, True)
+            leaf._untrack_variable(variable)
+    leaf._trainable_variables_indices.clear()
+    leaf.built = False
 
 
 def is_divided(variable: Any) -> bool:
     """Whether each rank has another part of this variable."""
-    return _DIVIDED in getattr(variable, "__dict__", {})
-
-
-def inside_xla() -> bool:
-    """Whether the graph being traced will be compiled by XLA as a whole."""
-    if tf.executing_eagerly():
-        return False
-    from tensorflow.python.ops import control_flow_util
-    graph = tf.compat.v1.get_default_graph()
-    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
-
-
-def outermost_graph() -> Any:
-    """The graph of the outermost `tf.function` being traced (branches have their own)."""
-    graph = tf.compat.v1.get_default_graph()
-    while getattr(getattr(graph, "outer_graph", None), "building_function", False):
-        graph = graph.outer_graph
-    return graph
+    return DIVIDED in getattr(variable, "__dict__", {})
 
 
 def global_seed_variable() -> Any:
-    """The state of Keras' global seed generator; layers without a seed of their own use it.
-
-    Keras seeds it from Python's generator when it is first used; what a script draws from that
-    stays what it is.
-    """
+    """The state of Keras' global seed generator; layers without a seed of their own use it."""
     from keras.src.random.seed_generator import global_seed_generator
-    before = random.getstate()
+    before = random.getstate()  # Keras draws its seed from it, and a script may too
     try:
         return global_seed_generator().state
     finally:

@@ -1,257 +1,288 @@
-"""`GradientReducer`: averages one list of gradients over all ranks, in buckets.
-
-Names are our own, stable across ranks and unique among the operations in flight: they never
-contain a layer's name (one layer more on one rank would hang the stock names).
-"""
+"""`GradientReducer`: averages one list of gradients over all ranks; and a tape that does so."""
 
 from __future__ import annotations
 
-import weakref
+import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from hvdtrain.collectives import current
 from hvdtrain.collectives.base import Collective
-from hvdtrain.config import SENT_IN_PART
-from hvdtrain.errors import OptimizerError
 from hvdtrain.log import get_logger
-from hvdtrain.optim import keras_seam, sparse
-from hvdtrain.optim.compression import Wires
-from hvdtrain.optim.kept_back import KeptBack, VariableKey
-from hvdtrain.optim.options import ReducerOptions
-from hvdtrain.optim.pattern import GradientKind, Report, refuse_differences
-from hvdtrain.optim.sparse import SparseChoice, merge_rows
-from hvdtrain.optim.wire import Wire, multiplied, number_bytes
+from hvdtrain.optim import keras_seam
+from hvdtrain.optim.compression import (
+    Bfloat16,
+    Compression,
+    Float16,
+    PowerSgd,
+    VariableKey,
+    multiplied,
+)
+from hvdtrain.optim.options import (
+    GradientKind,
+    ReducerOptions,
+    SparseChoice,
+    choose_way,
+    refuse_differences,
+)
+from hvdtrain.optim.tracing import CallNames, note_reduced, refuse_xla
 
-__all__ = ["GradientReducer", "ReducerOptions", "merge_rows"]
-Pattern = tuple[GradientKind, ...]
+COMPRESSIONS = {"none": Compression, "fp16": Float16, "bf16": Bfloat16, "lowrank": PowerSgd}
+_TAPE_REDUCERS = "_hvdtrain_tape_reducers"
 _INT32_END = 1 << 31
 _SMALL_BYTES = 1 << 16
 
 
-_calls = [0]
-
-
-def calls() -> int:
-    """How often this process has averaged, or traced that it will."""
-    return _calls[0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Dense:
-    """A dense gradient on its way."""
-
+class _Dense(NamedTuple):
     position: int
     gradient: Any
     key: VariableKey
 
 
 class GradientReducer:
-    """Averages gradients over the ranks of a collective.
+    """Averages gradients over ranks; `name` is unique to the optimizer and equal on all ranks.
 
-    Args:
-        collective: The collective to use.
-        name: String, unique to the optimizer, equal on all ranks.
-        options: How to reduce.
-        loss_scale: Callable that gives the factor that the gradients carry, where they carry
-            one; None otherwise.
-        updates_rows: Boolean, the optimizer changes only the rows of a sparse gradient.
+    `loss_scale` returns the factor that the gradients carry. `updates_rows`: the optimizer changes
+    only the rows of a sparse gradient.
     """
+
+    calls = 0
+    """How many reductions this process has run or traced."""
+    observer: Any = None
+    """Has `gradients_ready` and `reduced`, which are called with gradients; see `train.timing`."""
 
     def __init__(self, collective: Collective, name: str, options: ReducerOptions,
                  loss_scale: Callable[[], Any] | None = None, *,
                  updates_rows: bool = True) -> None:
-        self._updates_rows = updates_rows
         self.collective = collective
+        self.compression = COMPRESSIONS[options.compression](collective, options, loss_scale)
+        self._whole = Compression(collective, options)
         self._name = name
         self._options = options
-        self._wires = Wires(collective, options, loss_scale)
-        self._calls: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-        self._agreed: dict[Pattern, dict[int, SparseChoice]] = {}
-
-    @property
-    def kept_back(self) -> KeptBack:
-        """What compression has not sent yet."""
-        return self._wires.kept_back
-
-    @property
-    def keeps_back(self) -> bool:
-        """Whether it leaves something for later."""
-        return self.collective.size > 1 and self._options.compression in SENT_IN_PART
+        self._updates_rows = updates_rows
+        self._names = CallNames(name)
+        self._agreed: dict[tuple[GradientKind, ...], dict[int, SparseChoice]] = {}
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any],
-                 indices: Sequence[int]) -> list[Any]:
-        """Average `gradients` over all ranks. All ranks must call it with the same structure.
+                 indices: Sequence[int], *,
+                 is_local: Callable[[str, Any], bool] | None = None) -> list[Any]:
+        """Average `gradients` (in build order) over all ranks, which must have the same structure.
 
-        Args:
-            gradients: Sequence of tensors, `IndexedSlices` or None, in build order.
-            variables: Sequence of their variables.
-            indices: Sequence of integers, the build index of each variable.
-
-        Returns:
-            A list in the same order: dense tensors of the same shape and dtype, for sparse
-            gradients dense tensors or `IndexedSlices`, None for None. Gradients of local
-            variables are this rank's own.
-
-        Raises:
-            OptimizerError: The ranks have different gradients, or XLA compiles the step.
+        `indices` are the build indices of the variables. `is_local(path, variable)` says whose
+        gradients stay on their rank. Sparse gradients become dense or stay `IndexedSlices`, None
+        stays None. OptimizerError where ranks have different gradients, or XLA compiles the step.
         """
-        _calls[0] += 1
-        self._refuse_xla()
-        out = list(gradients)
-        shared = self._shared(gradients, variables)
-        for position in set(range(len(out))) - set(shared):
-            out[position] = self._merged(out[position])
+        GradientReducer.calls += 1
+        refuse_xla()
+        if self.observer is not None:
+            self.observer.gradients_ready(gradients)
+        reduced = self._reduced(gradients, variables, indices, is_local=is_local)
+        if self.observer is not None:
+            self.observer.reduced(reduced)
+        return reduced
+
+    def _reduced(self, gradients: Sequence[Any], variables: Sequence[Any],
+                 indices: Sequence[int], *,
+                 is_local: Callable[[str, Any], bool] | None) -> list[Any]:
+        is_local = is_local or self._options.is_local
+        shared = {} if self.collective.size == 1 else {
+            p: variable for p, (gradient, variable) in enumerate(
+                zip(gradients, variables, strict=True))
+            if gradient is not None and not is_local(
+                keras_seam.variable_path(variable), variable)}
+        out = [g if p in shared else self._merged(g) for p, g in enumerate(gradients)]
         if not shared:
             return out
-        choices = self._agree([_kind_of(gradients[p], variables[p], indices[p]) for p in shared],
-                              variables)
-        name = self._call_name([indices[p] for p in shared])
-        self.kept_back.begin()
+        choices = self._agree(
+            [_kind_of(gradients[p], variable, indices[p]) for p, variable in shared.items()],
+            variables)
+        signature = zlib.crc32(repr([indices[p] for p in shared]).encode())
+        name = self._names.next(f"{signature:08x}")
+        feedback = self.compression.feedback
+        if feedback is not None:
+            feedback.noted = []  # what a step noted that failed
         dense: list[_Dense] = []
-        for position in shared:
-            gradient, variable = gradients[position], variables[position]
-            choice = choices.get(indices[position])
+        for p, variable in shared.items():
+            choice = choices.get(indices[p])
             if choice is not None and choice.way == "gather":
-                out[position] = self._gather_rows(
-                    gradient, variable.shape[0], choice, f"{name}.s{position}")
-                continue
-            if isinstance(gradient, tf.IndexedSlices):
-                gradient = sparse.densify(gradient, variable.shape[0])
-            gradient = tf.convert_to_tensor(gradient)
-            gradient.set_shape(variable.shape)
-            index = indices[position]
-            key = VariableKey(keras_seam.variable_key(variable) or index, index)
-            dense.append(_Dense(position=position, gradient=gradient, key=key))
-        for number, (wire, bucket) in enumerate(self._buckets(dense)):
-            means = wire.average([one.gradient for one in bucket], [one.key for one in bucket],
-                                 name=f"{name}.b{number}")
+                out[p] = self._gather_rows(gradients[p], variable, choice, f"{name}.s{p}")
+            else:
+                gradient = tf.convert_to_tensor(densify(gradients[p], variable))
+                gradient.set_shape(variable.shape)
+                dense.append(_Dense(p, gradient, VariableKey(
+                    keras_seam.variable_key(variable) or indices[p], indices[p])))
+        for number, (way, bucket) in enumerate(self._buckets(dense)):
+            means = way.average([one.gradient for one in bucket], [one.key for one in bucket],
+                                name=f"{name}.b{number}")
             for one, mean in zip(bucket, means, strict=True):
                 mean.set_shape(one.gradient.shape)
                 out[one.position] = mean
-        self.kept_back.settle([g for g in out if g is not None])
+        if feedback is not None:
+            feedback.settle([g for g in out if g is not None])
         return out
-
-    def _shared(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[int]:
-        """Positions of the gradients that are averaged over ranks."""
-        if self.collective.size == 1:
-            return []
-        return [position for position, (gradient, variable) in enumerate(
-                    zip(gradients, variables, strict=True))
-                if gradient is not None and not self._options.is_local(
-                    keras_seam.variable_path(variable), variable)]
 
     def _merged(self, gradient: Any) -> Any:
         merge = isinstance(gradient, tf.IndexedSlices) and self._options.merge == "sum"
         return merge_rows(gradient) if merge else gradient
 
-    def _warn_of_unknown_names(self, variables: Sequence[Any]) -> None:
-        unknown = self._options.unknown_names([keras_seam.variable_path(v) for v in variables])
-        if unknown and self.collective.rank == 0:
-            get_logger().warning(
-                "local_variables names %s, but none of the %d variables of this optimizer has such "
-                "a name in its path (the first one is `%s`).", ", ".join(map(repr, unknown)),
-                len(variables), keras_seam.variable_path(variables[0]))
-
     def _agree(self, kinds: Sequence[GradientKind],
                variables: Sequence[Any]) -> dict[int, SparseChoice]:
-        """How each sparse gradient travels, by index, as all ranks decided together.
-
-        The ranks speak when this one has not met the pattern before, while the step is traced.
-        A retrace on one rank alone, because of another batch size, has a pattern that is known;
-        one that is not known could only hang.
-        """
+        """How each sparse gradient is sent, by index, as all ranks decided together."""
+        # The ranks communicate when this one sees a new pattern while the step is traced. A retrace
+        # on one rank alone, because of another batch size, has a known pattern; a new one could
+        # only hang.
         pattern = tuple(kinds)
         if pattern not in self._agreed:
-            self._warn_of_unknown_names(variables)
-            report = Report(reducer=self._name, options=self._options.text, kinds=pattern)
+            paths = [keras_seam.variable_path(v) for v in variables]
+            unknown = self._options.unknown_names(paths)
+            if unknown and self.collective.rank == 0:
+                get_logger().warning(
+                    "local_variables names %s, but none of the %d variables of this optimizer has "
+                    "such a name in its path (the first one is `%s`).",
+                    ", ".join(map(repr, unknown)), len(paths), paths[0])
             with tf.init_scope():
-                reports = self.collective.gather_objects(report)
+                reports = self.collective.gather_objects((self._name, self._options.text, pattern))
             refuse_differences(reports)
-            self._agreed[pattern] = self._choose(reports)
+            self._agreed[pattern] = {
+                of_ranks[0].index: self._choose(of_ranks)
+                for of_ranks in zip(*(kinds for _, _, kinds in reports), strict=True)
+                if of_ranks[0].form == "sparse"}
         return self._agreed[pattern]
 
-    def _choose(self, reports: Sequence[Report]) -> dict[int, SparseChoice]:
-        chosen = {}
-        for kinds in zip(*(report.kinds for report in reports), strict=True):
-            kind = kinds[0]
-            if kind.form == "dense":
-                continue
-            dtype = tf.as_dtype(kind.dtype)
-            choice = sparse.choose(
-                kinds, self._options, updates_rows=self._updates_rows,
-                one_host=self.collective.one_host,
-                value_bytes=self._wires.value_bytes(dtype),
-                dense_bytes=self._wires.of(dtype, kind.shape).dense_bytes(
-                    [n or 0 for n in kind.shape], number_bytes(dtype)))
-            chosen[kind.index] = choice
-            if self.collective.rank == 0:
-                get_logger().info("Sparse gradient of `%s`, %s: %s (%s).", kind.name, kind,
-                                  choice.way, choice.reason)
-        return chosen
+    def _choose(self, kinds: Sequence[GradientKind]) -> SparseChoice:
+        kind, dtype = kinds[0], tf.as_dtype(kinds[0].dtype)
+        choice = choose_way(
+            kinds, self._options, updates_rows=self._updates_rows,
+            one_host=self.collective.one_host, value_bytes=self.compression.number_bytes(dtype),
+            dense_bytes=self._way_of(dtype, kind.shape).dense_bytes(
+                [n or 0 for n in kind.shape], dtype))
+        if self.collective.rank == 0:
+            get_logger().info("Sparse gradient of `%s`, %s: %s (%s).", kind.name, kind,
+                              choice.way, choice.reason)
+        return choice
 
-    def _buckets(self, dense: Sequence[_Dense]) -> list[tuple[Wire, list[_Dense]]]:
-        """Group by wire, dtype and size, in the order in which the backward pass makes them.
+    def _way_of(self, dtype: Any, shape: Sequence[int | None]) -> Compression:
+        suits = self.compression.suits(dtype, shape)
+        return self.compression if suits else self._whole
 
-        Small gradients have buckets of their own. TensorFlow computes those of biases when it has
-        nothing longer to do, often last of all; large ones do not wait for them.
-        """
-        most = self._options.bucket_bytes
-        done: list[tuple[Wire, list[_Dense]]] = []
+    def _buckets(self, dense: Sequence[_Dense]) -> list[tuple[Compression, list[_Dense]]]:
+        """Group by compression, dtype and size, in the order of the backward pass."""
+        # Small gradients have their own buckets: TensorFlow computes those of biases when it has
+        # nothing longer to do, often last of all; large ones do not wait for them.
+        most = self._options.bucket_for(sum(map(_bytes_of, dense)),
+                                        one_host=self.collective.one_host)
+        done: list[tuple[Compression, list[_Dense]]] = []
         open_buckets: dict[Any, tuple[list[_Dense], int]] = {}
         for one in reversed(dense):
-            wire = self._wires.of(one.gradient.dtype, one.gradient.shape.as_list())
-            own = (one.gradient.shape.num_elements() or 0) * one.gradient.dtype.size
-            key = (wire, one.gradient.dtype, own <= min(_SMALL_BYTES, most // 16))
+            way = self._way_of(one.gradient.dtype, one.gradient.shape.as_list())
+            own = _bytes_of(one)
+            key = (way, one.gradient.dtype, own <= min(_SMALL_BYTES, most // 16))
             bucket, size = open_buckets.get(key, ([], 0))
             bucket.append(one)
             size += own
             if size >= most:
-                done.append((wire, bucket))
+                done.append((way, bucket))
                 bucket, size = [], 0
             open_buckets[key] = (bucket, size)
         return done + [(key[0], bucket) for key, (bucket, _) in open_buckets.items() if bucket]
 
-    def _gather_rows(self, gradient: Any, table_rows: int, choice: SparseChoice,
-                     name: str) -> Any:
-        """Send the rows used, average them where several ranks used the same."""
+    def _gather_rows(self, gradient: Any, table: Any, choice: SparseChoice, name: str) -> Any:
         mine = self._merged(gradient)
-        values = self._wires.gather_values(mine.values, name=f"{name}.values")
+        values = self.compression.gather_values(mine.values, name=f"{name}.values")
         dtype = mine.indices.dtype
-        sent = tf.cast(mine.indices, tf.int32 if table_rows < _INT32_END else dtype)
+        sent = tf.cast(mine.indices, tf.int32 if table.shape[0] < _INT32_END else dtype)
         rows = self.collective.allgather(sent, name=f"{name}.rows")
-        gathered = tf.IndexedSlices(multiplied(values, self._wires.factor, values.dtype),
-                                    tf.cast(rows, dtype), mine.dense_shape)
-        if choice.form == "dense":
-            return sparse.densify(gathered, table_rows)
-        return self._merged(gathered)
+        values = multiplied(values, self.compression.factor, values.dtype)
+        gathered = tf.IndexedSlices(values, tf.cast(rows, dtype), mine.dense_shape)
+        return densify(gathered, table) if choice.form == "dense" else self._merged(gathered)
 
-    def _call_name(self, indices: Sequence[int]) -> str:
-        """Equal on all ranks, and unique among calls that can be in flight together."""
-        signature = zlib.crc32(repr(list(indices)).encode())
-        call = 0
-        if not tf.executing_eagerly():
-            counts = self._calls.setdefault(keras_seam.outermost_graph(), {})
-            call = counts.get(signature, 0)
-            counts[signature] = call + 1
-        return f"{self._name}.{signature:08x}.{call}"
 
-    @staticmethod
-    def _refuse_xla() -> None:
-        if keras_seam.inside_xla():
-            raise OptimizerError(
-                "The whole train step is being compiled by XLA (jit_compile=True), but the "
-                "collectives have no XLA kernel. Call model.compile(..., jit_compile=False); "
-                "to keep XLA, compile only the function that computes the gradients.")
+def _bytes_of(one: _Dense) -> int:
+    return int((one.gradient.shape.num_elements() or 0) * one.gradient.dtype.size)
 
 
 def _kind_of(gradient: Any, variable: Any, index: int) -> GradientKind:
-    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    is_sparse, ids = isinstance(gradient, tf.IndexedSlices), None
+    if is_sparse:
+        ids = gradient.indices.shape.merge_with(gradient.values.shape[:1])[0]
     return GradientKind(
         index=index, name=keras_seam.variable_path(variable),
         form="sparse" if is_sparse else "dense", dtype=gradient.dtype.name,
-        shape=tuple(variable.shape), ids=sparse.static_ids(gradient) if is_sparse else None)
+        shape=tuple(variable.shape), ids=ids)
+
+
+def merge_rows(gradient: Any) -> Any:
+    """Sum the rows of `IndexedSlices` that occur more than once."""
+    # Adaptive optimizers and clipping of Keras 3 treat each occurrence as a gradient of its own,
+    # which differs from the dense gradient (by up to 2e-1 after four steps of RMSprop).
+    rows, position = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, position, tf.shape(rows)[0])
+    return tf.IndexedSlices(values, rows, gradient.dense_shape)
+
+
+def densify(gradient: Any, variable: Any) -> Any:
+    """The dense gradient of a variable."""
+    return gradient if not isinstance(gradient, tf.IndexedSlices) else (
+        tf.math.unsorted_segment_sum(gradient.values, gradient.indices, variable.shape[0]))
+
+
+class DistributedGradientTape:
+    """A `tf.GradientTape` whose gradients are averaged over all ranks.
+
+    For loops with an optimizer that is not distributed; with one that is, gradients would be
+    averaged twice. The optimizer reduces once per applied update, also with accumulation and loss
+    scaling; the tape at each call of `gradient`. Everything else (`watch`, `stop_recording`, ...)
+    is that of the tape.
+
+    Args:
+        tape: A `tf.GradientTape`, recorded already or not; defaults to a new one.
+        collective: The collective to use; defaults to that of `hvdtrain.init()`.
+        options: A `ReducerOptions`; defaults to `ReducerOptions()`.
+
+    Example:
+        >>> with hvdtrain.DistributedGradientTape() as tape:
+        ...     loss = ...
+        >>> optimizer.apply(tape.gradient(loss, model.trainable_variables),
+        ...                 model.trainable_variables)
+    """
+
+    def __init__(self, tape: Any = None, *, collective: Collective | None = None,
+                 options: ReducerOptions | None = None) -> None:
+        self._tape = tf.GradientTape() if tape is None else tape
+        self._options = options or ReducerOptions()
+        # A tape is new in each step, but names and residuals stay: they live as long as the
+        # collective (whose subsets are copies of it). A function in the options may be another
+        # object in each step; each call says anyway what is local.
+        collective, options = collective or current(), self._options
+        if callable(options.local_variables):
+            options = dataclasses.replace(options, local_variables=())
+        known: dict[Any, GradientReducer] = vars(collective).setdefault(_TAPE_REDUCERS, {})
+        key = (id(collective), options)
+        if key not in known:
+            number = sum(of == id(collective) for of, _ in known)
+            known[key] = GradientReducer(collective, f"hvdtrain.tape{number}", options)
+        self._reducer = known[key]
+
+    def __enter__(self) -> DistributedGradientTape:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._tape.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `tf.GradientTape.gradient`, averaged. All ranks, with sources in the same order."""
+        gradients = tf.nest.flatten(self._tape.gradient(target, sources, *args, **kwargs))
+        variables = tf.nest.flatten(sources)
+        reduced = self._reducer(gradients, variables, range(len(variables)),
+                                is_local=self._options.is_local)
+        note_reduced(reduced)
+        return tf.nest.pack_sequence_as(sources, reduced)

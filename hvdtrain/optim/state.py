@@ -4,54 +4,63 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.base import Collective
+from hvdtrain.collectives import current
+from hvdtrain.collectives.base import Array, Collective
 from hvdtrain.errors import RanksDifferError
 from hvdtrain.optim import keras_model, keras_seam
 
+Described = tuple[tuple[int, ...], str]
+"""The shape and dtype of an array."""
+PIECE_BYTES = 1 << 26
+"""Arrays are sent in pieces of this size, or the largest array: the extra memory needed."""
 SEED_STRIDE = 7919
 """Added to dropout seeds once per rank: after a broadcast all ranks would drop the same units."""
 
 
 def training_state(model: Any) -> list[Any]:
-    """Every variable that a training step reads or writes on all ranks: model, optimizer, seeds.
-
-    Returns:
-        A list of Keras variables without duplicates, in an order that depends on the model only.
-        Without those that each rank has for itself.
-    """
-    found: dict[int, Any] = {}
-    own = {id(v) for v in [*local_variables(model), *keras_model.states_of_samples(model)]}
-    for variable in [*model.variables, *keras_seam.variables_of(keras_seam.optimizers_of(model)),
-                     keras_seam.global_seed_variable()]:
-        if not keras_seam.is_divided(variable) and id(variable) not in own:
-            found.setdefault(id(variable), variable)
-    return list(found.values())
+    """Every variable that a training step uses on all ranks: model, optimizer, seeds."""
+    # Without local variables, in an order that depends on the model only.
+    found = {id(v): v for v in [
+        *model.variables, *keras_seam.variables_of(keras_seam.optimizers_of(model)),
+        keras_seam.global_seed_variable()] if not keras_seam.is_divided(v)}
+    return _of_all_ranks(model, found.values())
 
 
 def local_variables(model: Any) -> list[Any]:
-    """Weights, and their state, that each rank has for itself (`ReducerOptions`)."""
+    """Weights that are local to each rank (`ReducerOptions`), and their optimizer state."""
+    # With the statistics of the same layers: they depend on what this rank's weights see.
     optimizers = keras_seam.optimizers_of(model)
     shared = {id(v) for v in keras_seam.shared_weights(optimizers, model.variables)}
-    return [*(v for v in model.variables if id(v) not in shared),
+    own = {id(v) for v in model.variables if id(v) not in shared}
+    own |= {id(v) for layer in (model._flatten_layers() if own else ())
+            if any(id(w) in own for w in layer._trainable_variables)
+            for v in layer._non_trainable_variables}
+    return [*(v for v in model.variables if id(v) in own),
             *(v for leaf in keras_seam.leaf_optimizers(optimizers)
               for v in keras_seam.local_slots(leaf))]
 
 
-def broadcast(collective: Collective, variables: Sequence[Any], *, root: int = 0) -> int:
+def _of_all_ranks(model: Any, variables: Iterable[Any]) -> list[Any]:
+    own = {id(v) for v in [*local_variables(model), *keras_model.states_of_samples(model)]}
+    return [v for v in variables if id(v) not in own]
+
+
+def broadcast_variables(variables: Sequence[Any], *, root: int = 0,
+                        collective: Collective | None = None) -> int:
     """Copy the values of rank `root` to all ranks. All ranks must call it.
 
     Args:
-        collective: The collective to use.
         variables: Sequence of Keras or TensorFlow variables, in the same order on all ranks.
         root: Integer, the rank whose values are copied.
+        collective: The collective to use; defaults to that of `hvdtrain.init()`.
 
     Returns:
         The number of bytes sent.
@@ -59,25 +68,69 @@ def broadcast(collective: Collective, variables: Sequence[Any], *, root: int = 0
     Raises:
         RanksDifferError: The ranks hold different structures; the first difference is named.
     """
+    collective = collective or current()
     if collective.size == 1:
         return 0
-    _compare_structure(collective, variables)
-    arrays = [_value(v) for v in variables]
-    flat = np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]
-                          or [np.empty(0, np.uint8)])
-    received = collective.broadcast_array(flat, root=root)
-    start = 0
-    for variable, array in zip(variables, arrays, strict=True):
-        part = received[start:start + array.nbytes].view(array.dtype).reshape(array.shape)
-        start += array.nbytes
-        if collective.rank != root:
-            variable.assign(part)
-    return int(flat.nbytes)
+    forms = list(map(described, variables))
+    _refuse_other_structures(collective.gather_objects(forms))
+    received = send_arrays(collective, forms, lambda i: _value(variables[i]), root=root,
+                           keep=collective.rank != root)
+    for array, variable in zip(received, variables, strict=False):
+        variable.assign(array)
+    return sum(map(_bytes_of, forms))
 
 
-def _compare_structure(collective: Collective, variables: Sequence[Any]) -> None:
-    mine = [(tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
-    everyone = collective.gather_objects(mine)
+def send_arrays(collective: Collective, forms: Sequence[Described],
+                read: Callable[[int], Array], *, root: int, keep: bool) -> Iterator[Array]:
+    """Send arrays to other ranks, in pieces. All ranks must exhaust the iterator."""
+    # Only `root` calls `read(index)`; other ranks get the arrays in order with `keep`, else
+    # nothing.
+    sizes = list(map(_bytes_of, forms))
+    for group in _groups(sizes):
+        total = sum(sizes[i] for i in group)
+        flat = np.empty(total if keep else 0, np.uint8)
+        if collective.rank == root:
+            parts = [np.ascontiguousarray(read(i)).reshape(-1).view(np.uint8) for i in group]
+            flat = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        for begin in range(0, total, PIECE_BYTES):
+            end = min(total, begin + PIECE_BYTES)
+            piece = flat[begin:end] if flat.size else np.empty(end - begin, np.uint8)
+            received = collective.broadcast_array(piece, root=root)
+            if keep:
+                flat[begin:end] = received
+        begin = 0
+        for i in group if keep else ():
+            shape, dtype = forms[i]
+            yield flat[begin:begin + sizes[i]].view(_numpy_dtype(dtype)).reshape(shape)
+            begin += sizes[i]
+
+
+def _groups(sizes: Sequence[int]) -> list[list[int]]:
+    groups, total = list[list[int]](), 0
+    for number, size in enumerate(sizes):
+        if not groups or total + size > PIECE_BYTES:
+            groups.append([])
+            total = 0
+        groups[-1].append(number)
+        total += size
+    return groups
+
+
+def described(variable: Any) -> Described:
+    """The shape and dtype of a variable."""
+    return tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype)
+
+
+def _bytes_of(form: Described) -> int:
+    return prod(form[0]) * _numpy_dtype(form[1]).itemsize
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    found: np.dtype[Any] = np.dtype(tf.as_dtype(name).as_numpy_dtype)
+    return found
+
+
+def _refuse_other_structures(everyone: Sequence[Sequence[Described]]) -> None:
     for rank, theirs in enumerate(everyone):
         if theirs == everyone[0]:
             continue
@@ -91,7 +144,7 @@ def _compare_structure(collective: Collective, variables: Sequence[Any]) -> None
             "ranks; nothing in it may depend on the rank.")
 
 
-def _value(variable: Any) -> np.ndarray[Any, Any]:
+def _value(variable: Any) -> Array:
     return np.asarray(variable.numpy())
 
 
@@ -107,7 +160,7 @@ def seeds_of(variables: Iterable[Any]) -> tuple[tuple[int, int], ...]:
 
 
 def restore_seeds(variables: Iterable[Any], seeds: Sequence[tuple[int, int]]) -> None:
-    """Set the seed generators among `variables`; nothing if their number is another one."""
+    """Set the seed generators among `variables`; nothing if their number differs."""
     found = seed_variables(variables)
     if len(found) == len(seeds):
         for variable, seed in zip(found, seeds, strict=True):
@@ -115,11 +168,7 @@ def restore_seeds(variables: Iterable[Any], seeds: Sequence[tuple[int, int]]) ->
 
 
 def seed_dropout(model: Any, seed: int | None) -> None:
-    """Draw the seeds of a model's generators (dropout) from one seed; None leaves them as they are.
-
-    Keras' global generator too, from which layers without a seed draw. Every rank, before a
-    broadcast.
-    """
+    """Draw a model's and the global seeds from one seed, if any. All ranks, before a broadcast."""
     if seed is None:
         return
     generators = seed_variables([*model.variables, keras_seam.global_seed_variable()])
@@ -129,9 +178,7 @@ def seed_dropout(model: Any, seed: int | None) -> None:
 
 
 def fold_rank_into_seeds(variables: Iterable[Any], rank: int) -> None:
-    """Give each rank its own dropout masks. Call after `broadcast`; rank 0 keeps its seeds."""
-    if rank == 0:
-        return
+    """Give each rank its own dropout masks. Call after a broadcast; rank 0 keeps its seeds."""
     for variable in seed_variables(variables):
         state = _value(variable).copy()
         state[0] += np.asarray(rank * SEED_STRIDE).astype(state.dtype)
@@ -139,13 +186,8 @@ def fold_rank_into_seeds(variables: Iterable[Any], rank: int) -> None:
 
 
 def check_same_model(collective: Collective, model: Any) -> None:
-    """Refuse to evaluate models that differ between the ranks. All ranks must call it.
-
-    Raises:
-        TrainingError: On every rank, naming the ranks and the first variable in which they do.
-    """
-    own = {id(v) for v in [*local_variables(model), *keras_model.states_of_samples(model)]}
-    check_equal(collective, [v for v in model.weights if id(v) not in own],
+    """Refuse to evaluate models that differ between the ranks. All ranks must call it."""
+    check_equal(collective, _of_all_ranks(model, model.weights),
                 found="The ranks hold different models",
                 advice="Each rank evaluates its share of the samples, so the result would be a "
                        "mixture. Load the same file on all ranks, or copy the chief's: "
@@ -153,40 +195,31 @@ def check_same_model(collective: Collective, model: Any) -> None:
 
 
 def average_accumulators(collective: Collective, optimizer: Any) -> None:
-    """Give all ranks the mean of the gradients that wait for the next update. All ranks.
-
-    Of an accumulation that is open. The mean over ranks of the next update stays what it is, and
-    a file of the chief holds all of it.
-    """
-    if collective.size == 1:
-        return
-    open_ones = keras_seam.open_accumulators(optimizer)
-    if open_ones:
-        means = collective.reduce([tf.convert_to_tensor(v) for v in open_ones],
+    """Set accumulated gradients to their mean over ranks. All ranks."""
+    # The mean over ranks of the next update stays the same, and the chief's file holds all of it.
+    found: list[Any] = []
+    for leaf in keras_seam.leaf_optimizers(optimizer) if collective.size > 1 else ():
+        steps = leaf.gradient_accumulation_steps
+        if leaf.built and steps and keras_seam.steps_done(leaf) % steps:
+            own = {id(v) for v in keras_seam.local_slots(leaf)}
+            found += [v for v in keras_seam.accumulators(leaf)
+                      if v is not None and id(v) not in own and not keras_seam.is_divided(v)]
+    if found:
+        means = collective.reduce([tf.convert_to_tensor(v) for v in found],
                                   name="hvdtrain.accumulators", op="average")
-        for variable, mean in zip(open_ones, means, strict=True):
+        for variable, mean in zip(found, means, strict=True):
             variable.assign(mean)
 
 
 def gather_states_of_samples(collective: Collective, model: Any) -> tuple[Any, ...]:
-    """What stateful layers keep of the samples of all ranks. All ranks.
-
-    Returns:
-        Arrays of shape `(ranks * batch, ...)`, rank after rank.
-    """
+    """Sample states of stateful layers: arrays `(ranks * batch, ...)` in rank order. All ranks."""
     mine = [_value(v) for v in keras_model.states_of_samples(model)]
-    if not mine:
-        return ()
-    everyone = collective.gather_objects(mine)
-    return tuple(np.concatenate([theirs[i] for theirs in everyone]) for i in range(len(mine)))
+    everyone = collective.gather_objects(mine) if mine else []
+    return tuple(map(np.concatenate, zip(*everyone, strict=True)))
 
 
 def restore_states_of_samples(model: Any, arrays: Sequence[Any], *, rank: int, size: int) -> bool:
-    """Go on from what `gather_states_of_samples` gave. Every rank.
-
-    Returns:
-        False, and nothing is done, where the batch of all ranks has another size.
-    """
+    """Set what `gather_states_of_samples` returned; False if the global batch has another size."""
     variables = keras_model.states_of_samples(model)
     if [(v.shape[0] * size, *v.shape[1:]) for v in variables] != [a.shape for a in arrays]:
         return False
@@ -196,26 +229,19 @@ def restore_states_of_samples(model: Any, arrays: Sequence[Any], *, rank: int, s
 
 
 def average_statistics(collective: Collective, model: Any) -> int:
-    """Give all ranks the mean of what layers have gathered about their data. All ranks.
+    """Average over ranks what layers have gathered about their data; returns how many. All ranks.
 
-    That is each float weight that no gradient updates and that differs between the ranks:
-    moving means and variances, but not those of layers that each rank has for itself, nor the
-    states that a stateful layer keeps of its samples. One that is equal on all ranks stays as it
-    is, bit for bit. The mean of the ranks' variances leaves out how far their means lie apart.
-
-    Args:
-        collective: The collective to use.
-        model: A built model, of the same structure on all ranks.
-
-    Returns:
-        How many variables were averaged; equal on all ranks.
+    These are float weights that no gradient updates and that differ between the ranks: moving means
+    and variances, but not those of local layers, nor the sample states of stateful layers. Equal
+    ones stay the same, bit for bit. The mean of variances ignores the distance between means.
     """
     if collective.size == 1:
         return 0
-    own = {id(v) for v in [*local_variables(model), *keras_model.states_of_samples(model)]}
-    found = [v for v in model.non_trainable_weights if id(v) not in own
-             and keras.backend.is_float_dtype(keras.backend.standardize_dtype(v.dtype))]
-    everyone = collective.gather_objects(digests(found).values)
+    found = [v for v in _of_all_ranks(model, model.non_trainable_weights)
+             if keras.backend.is_float_dtype(keras.backend.standardize_dtype(v.dtype))]
+    structures, everyone = zip(*collective.gather_objects(
+        (list(map(described, found)), digests(found))), strict=True)
+    _refuse_other_structures(structures)
     differing = [v for i, v in enumerate(found) if any(
         values[i] != everyone[0][i] for values in everyone)]
     if differing:
@@ -227,57 +253,31 @@ def average_statistics(collective: Collective, model: Any) -> int:
     return len(differing)
 
 
-_DRIFTED = (
-    "Something updates weights on one rank only (a callback, a custom train_step that bypasses "
-    "the optimizer, or different library versions on the hosts). Training was stopped; the last "
-    "checkpoint is from before.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Digests:
-    """One CRC-32 per variable."""
-
-    names: tuple[str, ...]
-    values: tuple[int, ...]
-
-
-def digests(variables: Sequence[Any]) -> Digests:
-    """Checksum each variable, bit for bit."""
-    return Digests(
-        names=tuple(str(getattr(v, "path", v.name)) for v in variables),
-        values=tuple(zlib.crc32(np.ascontiguousarray(_value(v)).reshape(-1).view(np.uint8).data)
-                     for v in variables))
+def digests(variables: Sequence[Any]) -> tuple[int, ...]:
+    """A checksum of each variable, bit for bit."""
+    return tuple(zlib.crc32(np.ascontiguousarray(_value(v)).reshape(-1).view(np.uint8).data)
+                 for v in variables)
 
 
 def check_equal(collective: Collective, variables: Sequence[Any], *, when: str = "",
                 found: str = "The ranks no longer hold the same weights",
-                advice: str = "") -> None:
-    """Stop where ranks hold different values. All ranks must call it.
+                advice: str = "Something updates weights on one rank only (a callback, a custom "
+                "train_step that bypasses the optimizer, or different library versions on the "
+                "hosts). Training was stopped; the last checkpoint is from before.") -> None:
+    """RanksDifferError on all ranks where variables are not bitwise equal. All ranks must call it.
 
-    Args:
-        collective: The collective to use.
-        variables: Sequence of variables that must be bitwise equal on all ranks: weights that
-            gradients update, and the optimizer's.
-        when: String for the message, e.g. `"after step 1"`.
-        found: String, begins the message: what differs.
-        advice: String, ends it: what to do.
-
-    Raises:
-        RanksDifferError: On every rank, naming the ranks that differ from the majority and the
-            first variable in which they do.
+    `when` (e.g. `"after step 1"`), `found` (what differs) and `advice` are parts of its message.
     """
     if collective.size == 1:
         return
-    mine = digests(variables)
-    everyone: list[tuple[int, ...]] = collective.gather_objects(mine.values)
+    everyone: list[tuple[int, ...]] = collective.gather_objects(digests(variables))
     majority = Counter(everyone).most_common(1)[0][0]
     odd = [rank for rank, values in enumerate(everyone) if values != majority]
-    if not odd:
-        return
-    first = next(i for i, (a, b) in enumerate(zip(majority, everyone[odd[0]], strict=True))
-                 if a != b)
-    raise RanksDifferError(
-        f"{found}{when and ' ' + when}: rank{'s' if len(odd) > 1 else ''} "
-        f"{', '.join(map(str, odd))} of "
-        f"{collective.size} differ{'' if len(odd) > 1 else 's'} from the others, first in "
-        f"`{mine.names[first]}`. {advice or _DRIFTED}")
+    if odd:
+        first = next(v for v, a, b in zip(variables, majority, everyone[odd[0]], strict=True)
+                     if a != b)
+        raise RanksDifferError(
+            f"{found}{when and ' ' + when}: rank{'s' if len(odd) > 1 else ''} "
+            f"{', '.join(map(str, odd))} of "
+            f"{collective.size} differ{'' if len(odd) > 1 else 's'} from the others, first in "
+            f"`{keras_seam.variable_path(first)}`. {advice}")

@@ -1,8 +1,7 @@
 """`sync_batchnorm`: batch normalization over the samples of all ranks.
 
-It replaces, on each `BatchNormalization` object of a model, the one method that computes mean
-and variance of a batch. Class, config and weights stay Keras' own, so that a saved file holds
-plain layers. What is private to Keras in it is told in `optim.keras_seam`.
+It replaces, on each `BatchNormalization` object of a model, the one method that computes mean and
+variance of a batch: class, config and weights stay Keras' own, and a saved file holds plain layers.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.collectives import current
 from hvdtrain.collectives.base import Collective
-from hvdtrain.collectives.current import current
 from hvdtrain.errors import OptimizerError
 from hvdtrain.optim import keras_model, keras_seam
-from hvdtrain.optim.names import CallNames
-from hvdtrain.optim.shares import has_samples
+from hvdtrain.optim.sample_weights import has_samples
+from hvdtrain.optim.tracing import CallNames, inside_xla
 
 _counter = itertools.count()
 
@@ -25,13 +24,11 @@ _counter = itertools.count()
 def sync_batchnorm(model: Any, collective: Collective | None = None) -> int:
     """Make all batch normalizations of `model` use the samples of all ranks, in place.
 
-    All ranks must call it, in the same order for several models, once the model's layers are
-    there (a subclassed model that makes layers in `build` must be built). Calling it again does
-    nothing. From then on each training step of a layer has one collective in the forward pass
-    and one in the backward pass: **all ranks must take the same number of training steps.**
-
-    Samples count alike, whichever rank has them: ranks may have batches of other sizes, masks,
-    or no sample at all.
+    All ranks must call it, in the same order for several models, once the model's layers exist (a
+    subclassed model that makes layers in `build` must be built). Calling it again does nothing.
+    From then on each training step of a layer has one collective in the forward pass and one in the
+    backward pass: **all ranks must take the same number of training steps.** Samples have equal
+    weight on all ranks: ranks may have batches of other sizes, masks, or no sample at all.
 
     Args:
         model: A Keras model.
@@ -41,7 +38,7 @@ def sync_batchnorm(model: Any, collective: Collective | None = None) -> int:
         The number of batch normalizations in the model.
 
     Raises:
-        OptimizerError: Keras is not known, or a layer computes its moments in its own way.
+        OptimizerError: The Keras version is not supported, or a layer overrides its moments.
 
     Example:
         >>> model = keras.applications.ResNet50(weights=None)
@@ -49,8 +46,7 @@ def sync_batchnorm(model: Any, collective: Collective | None = None) -> int:
         53
     """
     keras_model.check_batch_normalization()
-    if collective is None:
-        collective = current()
+    collective = collective or current()
     layers = keras_model.batch_normalizations(model)
     for layer in layers:
         if not is_synchronized(layer):
@@ -66,13 +62,7 @@ def is_synchronized(layer: Any) -> bool:
 
 
 class SyncMoments:
-    """Mean and variance of a batch over all ranks, in the place of a layer's own method.
-
-    Args:
-        layer: The batch normalization, built before the first call.
-        collective: The collective to use.
-        name: String, unique to the layer, equal on all ranks.
-    """
+    """Mean and variance of a batch over all ranks, in place of a layer's own method."""
 
     def __init__(self, layer: Any, collective: Collective, name: str) -> None:
         self.layer = layer
@@ -80,17 +70,9 @@ class SyncMoments:
         self._names = CallNames(name)
 
     def __call__(self, inputs: Any, mask: Any) -> tuple[Any, Any]:
-        """Mean and variance of each channel. All ranks must call it.
-
-        Args:
-            inputs: Tensor, the batch of this rank; the first axis may be empty.
-            mask: Boolean tensor of the shape of `inputs` without its last axis, true where
-                there are samples; or None.
-
-        Returns:
-            A tuple of two tensors of shape `(channels,)`, equal on all ranks.
-        """
-        if keras_seam.inside_xla():
+        """Mean and variance of each channel, equal on all ranks. All ranks must call it."""
+        # The batch of this rank may be empty. A mask has its shape without the last axis.
+        if inside_xla():
             raise OptimizerError(
                 f"The layer `{self.layer.name}` is synchronized over ranks, but the whole train "
                 "step is being compiled by XLA (jit_compile or xla), for which collectives have "
@@ -118,7 +100,7 @@ class SyncMoments:
                 to_mean, to_variance = tf.split(tf.cast(both / tf.tile(count, [2]), x.dtype), 2)
                 to_x = self._spread(to_mean) + 2 * (x - self._spread(mean)) * self._spread(
                     to_variance)
-                return to_x if valid is None else tf.where(valid, to_x, tf.zeros_like(to_x))
+                return _only(to_x, valid)
             return (mean, variance), gradient
 
         mean, variance = moments(x)
@@ -126,25 +108,16 @@ class SyncMoments:
 
     def _local(self, x: Any, valid: Any) -> tuple[Any, Any, Any]:
         """Of this rank: samples, their mean, and the sum of squared distances to that mean."""
-        axes, channels = self.layer._reduction_axes, x.shape[self.layer.axis]
-        if valid is None:
-            count = tf.fill([channels], tf.cast(
-                tf.size(x, tf.int64) // channels, tf.float64))
-            total = tf.reduce_sum(x, axes)
-        else:
-            count = tf.reduce_sum(tf.cast(valid, tf.float64), axes)
-            total = tf.reduce_sum(tf.where(valid, x, tf.zeros_like(x)), axes)
-        mean = total / tf.cast(tf.maximum(count, 1), x.dtype)
-        distance = tf.math.squared_difference(x, self._spread(mean))
-        if valid is not None:
-            distance = tf.where(valid, distance, tf.zeros_like(x))
+        axes, channels = list(self.layer._reduction_axes), x.shape[self.layer.axis]
+        count = tf.reduce_sum(tf.cast(valid, tf.float64), axes) if valid is not None else (
+            tf.fill([channels], tf.cast(tf.size(x, tf.int64) // channels, tf.float64)))
+        mean = tf.reduce_sum(_only(x, valid), axes) / tf.cast(tf.maximum(count, 1), x.dtype)
+        distance = _only(tf.math.squared_difference(x, self._spread(mean)), valid)
         return count, mean, tf.reduce_sum(distance, axes)
 
     def _pool(self, count: Any, mean: Any, distance: Any, name: str) -> tuple[Any, Any, Any]:
-        """Samples (at least 1), mean and variance over all ranks.
-
-        In float64: of data far from zero, the difference of two float32 sums has few digits.
-        """
+        """Samples (at least 1), mean and variance over all ranks."""
+        # In float64: of data far from zero, the difference of two float32 sums has few digits.
         dtype = mean.dtype
         mean, distance = tf.cast(mean, tf.float64), tf.cast(distance, tf.float64)
         sums = tf.concat([count, count * mean, distance + count * tf.square(mean)], 0)
@@ -155,14 +128,14 @@ class SyncMoments:
         return count, tf.cast(mean, dtype), tf.cast(variance, dtype)
 
     def _sum(self, vector: Any, name: str) -> Any:
-        """The sum over all ranks, in float64."""
-        vector = tf.cast(vector, tf.float64)
-        if self._collective.size == 1:
-            return vector
-        return self._collective.reduce([vector], name=name, op="sum")[0]
+        return self._collective.reduce([tf.cast(vector, tf.float64)], name=name, op="sum")[0]
 
     def _spread(self, vector: Any) -> Any:
-        """A vector of channels in a shape that fits the batch."""
         shape = [1] * (len(self.layer._reduction_axes) + 1)
         shape[self.layer.axis] = -1
         return tf.reshape(vector, shape)
+
+
+def _only(x: Any, valid: Any) -> Any:
+    """`x` where `valid`, else 0; all of it where `valid` is None."""
+    return x if valid is None else tf.where(valid, x, tf.zeros_like(x))

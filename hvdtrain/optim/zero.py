@@ -1,17 +1,16 @@
 """ZeRO-1: each rank holds and updates one part of the optimizer's state.
 
-In a step, gradients are averaged by a reduce-scatter, so that each rank has those of its part
-only; the Keras optimizer of the rank updates that part, and an allgather gives all ranks the
-whole. Like `optim.distributed` it hooks the user's own object: what Keras sees is an optimizer
-that was built for fewer elements.
-
-`zero_layout` says which rank has which part, `zero_parts` moves gradients and parameters,
-`zero_state` the optimizer's state, `zero_files` keeps files whole, and `zero_check` refuses.
+A reduce-scatter averages gradients, the rank's Keras optimizer updates its part, and an allgather
+gives all ranks the whole. Like `optim.distributed` it hooks the user's own object: Keras sees an
+optimizer built for fewer elements. Files hold the whole, as a plain optimizer writes it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import prod
 from typing import Any
 
 import keras
@@ -20,143 +19,131 @@ import tensorflow as tf
 
 from hvdtrain.collectives.base import Collective
 from hvdtrain.errors import OptimizerError
-from hvdtrain.optim import keras_seam, zero_check
-from hvdtrain.optim.names import CallNames
-from hvdtrain.optim.zero_layout import VariableFacts, plan_buckets
-from hvdtrain.optim.zero_parts import BucketParts, Parts, WholeParts
-from hvdtrain.optim.zero_state import (
-    Gathered,
+from hvdtrain.optim import keras_seam
+from hvdtrain.optim.keras_seam import replaced
+from hvdtrain.optim.options import ReducerOptions
+from hvdtrain.optim.reducer import densify
+from hvdtrain.optim.tracing import CallNames, refuse_xla
+from hvdtrain.optim.zero_parts import (
+    Parts,
     StateExchange,
     Structure,
-    read_structure,
-    structure_of,
+    VariableFacts,
+    plan_buckets,
+    plan_owners,
 )
 
 _STATE = "_hvdtrain_zero"
+_BY_VARIABLE = ("Adafactor", "Lamb", "Muon")
+_DTYPES = ("float32", "float64")
+_SAVING = ("BackupAndRestore", "ModelCheckpoint", "OrbaxCheckpoint")
 
 
 class DividedOptimizer:
-    """What is kept and hooked on one Keras optimizer whose state is divided over the ranks.
+    """The hooks and data of one Keras optimizer whose state is divided over the ranks.
 
-    Args:
-        leaf: A Keras optimizer, built or not.
-        collective: The collective to use.
-        name: String, unique to the optimizer, equal on all ranks.
-        bucket_bytes: Integer, about the size of one collective.
+    A built optimizer keeps this rank's part. Of `options` it takes the size of one collective.
     """
 
-    def __init__(self, leaf: Any, collective: Collective, name: str, bucket_bytes: int) -> None:
+    def __init__(self, leaf: Any, collective: Collective, name: str,
+                 options: ReducerOptions) -> None:
         self.leaf = leaf
-        self.structure: Structure = []
         self._collective = collective
-        self._whole = zero_check.looks_at_whole_variables(leaf)
+        self._whole = _looks_at_whole_variables(leaf)
         self._names = CallNames(f"{name}.zero")
         self._call = ""
-        self._bucket_bytes = bucket_bytes
+        self._options = options
         self._variables: list[Any] = []
-        self._exchange: StateExchange | None = None
-        self._gathered: Gathered | None = None
-        self._loaded: list[Any] | None = None
+        self.exchange: StateExchange | None = None
+        """Moves its state; None until it is built."""
         self._originals: dict[str, Callable[..., Any]] = {}
+        for method, ours in (
+                ("build", self._build), ("apply", self._apply), ("_clip_gradients", self._clip),
+                ("finalize_variable_values", self._finalize)):
+            self._originals[method] = getattr(leaf, method)
+            keras_seam.set_on_instance(leaf, method, ours)
+        keras_seam.set_on_instance(leaf, _STATE, self)
+        keep_whole_files(leaf)
+        if leaf.built:
+            variables, values = keras_seam.trained(leaf), [
+                np.asarray(v.numpy()) for v in leaf.variables]
+            keras_seam.unbuild(leaf)
+            self._build(variables).take(values)
 
-    def install(self) -> None:
-        """Hook the optimizer. One that is built keeps this rank's part of its state."""
-        for name, method in (
-                ("build", self.build), ("apply", self.apply), ("_clip_gradients", self.clip),
-                ("finalize_variable_values", self.finalize),
-                ("save_own_variables", self.save), ("load_own_variables", self.load)):
-            self._originals[name] = getattr(self.leaf, name)
-            keras_seam.set_on_instance(self.leaf, name, method)
-        keras_seam.set_on_instance(self.leaf, _STATE, self)
-        if self.leaf.built:
-            variables = list(self.leaf._trainable_variables)
-            values = [np.asarray(v.numpy()) for v in self.leaf.variables]
-            structure = read_structure(self.leaf, len(variables))
-            keras_seam.unbuild(self.leaf)
-            self._build(variables, structure).load(values)
+    def _build(self, variables: Sequence[Any]) -> StateExchange:
+        if self.exchange is None:
+            with tf.init_scope():
+                self.exchange = self._exchange_for(list(variables))
+        return self.exchange
 
-    def build(self, variables: Sequence[Any]) -> None:
-        """In the place of the optimizer's `build`."""
-        if self.leaf.built:
-            return
-        with tf.init_scope():
-            chosen = list(variables)
-            self._build(chosen, structure_of(self.leaf, self._originals["build"], chosen))
+    def _exchange_for(self, variables: list[Any]) -> StateExchange:
+        leaf, build, ranks = self.leaf, self._originals["build"], self._collective.size
+        self._variables, structure = variables, _structure_of(leaf, build, variables)
+        facts = [_facts(leaf, variable) for variable in variables]
+        most = self._options.bucket_for(sum(f.size * f.item_bytes for f in facts),
+                                        one_host=self._collective.one_host)
+        buckets = plan_owners(facts, ranks=ranks) if self._whole else plan_buckets(
+            facts, ranks=ranks, bucket_bytes=most)
+        self._parts = Parts(variables, buckets, self._collective, whole=self._whole)
+        if not self._whole:
+            for parameter, bucket in zip(self._parts.parameters, buckets, strict=True):
+                leaf._exclude_from_weight_decay_cache[leaf._var_key(parameter)] = bucket.decays
+        build(list(self._parts.parameters))
+        leaf.built = True
+        exchange = StateExchange(self._collective, leaf, self._parts, structure)
+        for _, _, slot in exchange.slots():
+            keras_seam.set_on_instance(slot, keras_seam.DIVIDED, True)
+        return exchange
 
-    def _build(self, variables: list[Any], structure: Structure) -> StateExchange:
-        for variable in variables:
-            zero_check.check_variable(variable)
-        self._variables, self.structure = variables, structure
-        self._parts = self._make_parts(variables)
-        self._originals["build"](list(self._parts.parameters))
-        self.leaf.built = True
-        self._exchange = StateExchange(self._collective, self.leaf, self._parts, structure)
-        for slots in self._exchange.slots.values():
-            for slot in slots:
-                if slot is not None:
-                    keras_seam.mark_divided(slot)
-        return self._exchange
-
-    def _make_parts(self, variables: list[Any]) -> Parts:
-        leaf = self.leaf
-        if self._whole:
-            return WholeParts(variables, self._collective)
-        facts = [VariableFacts(
-            size=int(np.prod(v.shape)), dtype=keras.backend.standardize_dtype(v.dtype),
-            item_bytes=v.value.dtype.size, decays=bool(leaf._use_weight_decay(v)))
-            for v in variables]
-        buckets = plan_buckets(facts, ranks=self._collective.size,
-                               bucket_bytes=self._bucket_bytes)
-        parts = BucketParts(variables, buckets, self._collective)
-        for parameter, bucket in zip(parts.parameters, buckets, strict=True):
-            leaf._exclude_from_weight_decay_cache[leaf._var_key(parameter)] = bucket.decays
-        return parts
-
-    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        """In the place of the optimizer's `apply`. All ranks."""
+    def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         grads = list(grads)
         if not grads:
             return
-        if not self.leaf.built:
-            self.build(list(trainable_variables))
-        given = self._variables if trainable_variables is None else trainable_variables
-        gradients = zero_check.in_order(self.leaf, self._variables, grads, list(given))
-        self._loaded = None
+        self._build(trainable_variables or ()).loaded = None
+        refuse_xla()
+        gradients = self._in_order(
+            grads, self._variables if trainable_variables is None else list(trainable_variables))
         self._call = name = self._names.next()
-        publishes, parts = self._publishes(), self._parts
+        leaf, parts, steps = self.leaf, self._parts, self.leaf.gradient_accumulation_steps
+        publishes = None  # always: the parameters may change in each step
+        if steps and not leaf.ema_overwrite_frequency and not (self._whole and any(
+                v.constraint is not None for v in self._variables)):
+            publishes = (tf.convert_to_tensor(keras_seam.iterations(leaf)) + 1) % steps == 0
         # While gradients are accumulated, a step waits for the one before, whose names it uses.
-        before = getattr(self.leaf, "_accumulated_gradients", [])
-        with tf.control_dependencies([tf.convert_to_tensor(v) for v in before]):
+        before = [tf.convert_to_tensor(v) for v in keras_seam.accumulators(leaf)]
+        with tf.control_dependencies(before):
             mine = parts.scatter([tf.identity(g) for g in gradients], name)
         parts.refresh()
         if mine:
             self._originals["apply"](mine, parts.parameters)
         else:  # more ranks than variables
-            self.leaf._iterations.assign_add(1)
+            keras_seam.iterations(leaf).assign_add(1)
         if publishes is None:
             parts.publish(name)
         else:
-            tf.cond(publishes, lambda: self._publish(name), lambda: tf.constant(True))
+            tf.cond(publishes, lambda: parts.publish(name), tf.no_op)
         parts.release()
-        if not parts.whole:
+        if not self._whole:
             for variable in self._variables:
                 if variable.constraint is not None:
                     variable.assign(variable.constraint(variable))
 
-    def _publish(self, name: str) -> Any:
-        self._parts.publish(name)
-        return tf.constant(True)
+    def _in_order(self, grads: list[Any], given: list[Any]) -> list[Any]:
+        """One dense gradient for each variable, in build order."""
+        key = keras_seam.variable_key
+        found = {key(v): g for v, g in zip(given, grads, strict=True) if g is not None}
+        missing = [v for v in self._variables if key(v) not in found]
+        if missing or len(found) != len(self._variables):
+            which = f"`{missing[0].path}` has none" if missing else "there are more"
+            raise OptimizerError(
+                f"With zero, each step needs one gradient for each of the {len(self._variables)} "
+                f"variables that the optimizer `{self.leaf.name}` was built for; {which}. Set "
+                "trainable = False on what is not trained and build the optimizer without it, or "
+                "leave zero out.")
+        return [tf.cast(densify(found[key(v)], v), v.dtype) for v in self._variables]
 
-    def _publishes(self) -> Any:
-        """Whether the parameters change in this step, as a tensor; None if they always may."""
-        leaf, steps = self.leaf, self.leaf.gradient_accumulation_steps
-        constrained = any(v.constraint is not None for v in self._variables)
-        if not steps or leaf.ema_overwrite_frequency or (self._whole and constrained):
-            return None
-        return (tf.convert_to_tensor(leaf._iterations) + 1) % steps == 0
-
-    def clip(self, grads: Sequence[Any]) -> list[Any]:
-        """In the place of `_clip_gradients`: norms are of all parts together. All ranks."""
+    def _clip(self, grads: Sequence[Any]) -> list[Any]:
+        """Norms are of all parts together."""
         leaf, parts = self.leaf, self._parts
         by_variable = bool(leaf.clipnorm and leaf.clipnorm > 0)
         by_all = not by_variable and bool(leaf.global_clipnorm and leaf.global_clipnorm > 0)
@@ -172,8 +159,7 @@ class DividedOptimizer:
         factor = most * tf.minimum(1.0 / norm, 1.0 / most) + (norm - norm)
         return [g * tf.cast(factor, g.dtype) for g in grads]
 
-    def finalize(self, var_list: Any) -> None:
-        """In the place of `finalize_variable_values`. All ranks."""
+    def _finalize(self, var_list: Any) -> None:
         if not self.leaf.use_ema:
             self._originals["finalize_variable_values"](var_list)
             return
@@ -182,79 +168,143 @@ class DividedOptimizer:
         self._parts.publish(self._names.next())
         self._parts.release()
 
-    def gather(self) -> None:
-        """Bring the state of all ranks to the chief, until `forget`. All ranks."""
-        if self._exchange is not None:
-            self._gathered = self._exchange.gather()
 
-    def forget(self) -> None:
-        """Free what `gather` has brought."""
-        self._gathered = None
-
-    def values(self) -> Iterator[Any]:
-        """The variables of a plain optimizer, as arrays. The chief, after `gather`."""
-        if self._exchange is None:
-            return iter([np.asarray(v.numpy()) for v in self.leaf.variables])
-        if self._gathered is None:
-            raise OptimizerError(
-                f"The state of the optimizer `{self.leaf.name}` is divided over "
-                f"{self._collective.size} ranks (zero), so one rank alone cannot save it. Save "
-                "on the chief within `with hvdtrain.consolidated(model.optimizer):`, which all "
-                "ranks enter, as fit does for its own checkpoints. Keras' callbacks "
-                "ModelCheckpoint and BackupAndRestore do not.")
-        return self._gathered.values()
-
-    def save(self, store: Any) -> None:
-        """In the place of `save_own_variables`: what a plain optimizer would save."""
-        for number, value in enumerate(self.values()):
-            store[str(number)] = value
-
-    def load(self, store: Any) -> None:
-        """In the place of `load_own_variables`: takes this rank's part of a plain file."""
-        if self._exchange is None or len(store.keys()) != len(self.structure):
-            self._originals["load_own_variables"](store)  # says that it does not fit
-            return
-        self.take([np.asarray(store[str(k)]) for k in range(len(self.structure))])
-
-    @property
-    def count(self) -> int:
-        """How many variables a plain optimizer would have."""
-        return len(self.leaf.variables) if self._exchange is None else len(self.structure)
-
-    def take(self, values: list[Any]) -> None:
-        """Take this rank's part of the variables of a plain optimizer."""
-        if self._exchange is None:
-            for variable, value in zip(self.leaf.variables, values, strict=True):
-                variable.assign(value)
-            return
-        self._exchange.load(values)
-        self._loaded = values
-
-    def share_loaded(self) -> None:
-        """Give all ranks their parts of what the chief has loaded. All ranks."""
-        if self._exchange is None:
-            return
-        if self._collective.gather_objects(self._loaded is not None)[0]:
-            self._exchange.share(self._loaded if self._collective.rank == 0 else None)
-        self._loaded = None
+def _looks_at_whole_variables(leaf: Any) -> bool:
+    """Whether an optimizer uses all elements of a variable to update one of them."""
+    known = (*keras_seam.ELEMENTWISE, *_BY_VARIABLE)
+    name = type(leaf).__name__
+    if name not in known or type(leaf) is not getattr(keras.optimizers, name, None):
+        raise OptimizerError(
+            f"zero divides the state of these optimizers of Keras: {', '.join(known)}. Received: "
+            f"{name}. Of another class it is not known whether its parts can be updated apart "
+            "from each other. Use one of these, or leave zero out.")
+    return name in _BY_VARIABLE
 
 
-def divide(leaf: Any, collective: Collective, name: str, bucket_bytes: int) -> None:
-    """Divide the state of one Keras optimizer over the ranks, in place. All ranks.
+def _facts(leaf: Any, variable: Any) -> VariableFacts:
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    if dtype not in _DTYPES:
+        raise OptimizerError(
+            f"zero divides variables of {' and '.join(_DTYPES)}; `{variable.path}` is of {dtype}. "
+            "Use a policy that keeps variables in float32 (mixed_float16, mixed_bfloat16), or "
+            "leave zero out.")
+    if getattr(variable, "overwrite_with_gradient", False):
+        raise OptimizerError(
+            f"`{variable.path}` is overwritten with its gradient (float8), which zero cannot "
+            "divide. Leave zero out.")
+    return VariableFacts(size=prod(variable.shape), dtype=dtype,
+                         item_bytes=np.dtype(dtype).itemsize,
+                         decays=bool(leaf._use_weight_decay(variable)))
+
+
+def _structure_of(leaf: Any, build: Callable[[list[Any]], None],
+                 variables: Sequence[Any]) -> Structure:
+    """What a plain optimizer like `leaf`, which is not built, would hold for `variables`."""
+    # It is built for stand-ins without elements, which take no memory, and unbuilt again.
+    stand_ins = []
+    for variable in variables:
+        stand_ins.append(keras.Variable(
+            np.zeros((0,) * len(variable.shape)), name=variable.name, trainable=False,
+            dtype=keras.backend.standardize_dtype(variable.dtype)))
+        stand_ins[-1]._path = variable.path
+    build(stand_ins)
+    where = {id(slot): (kind, number)
+             for kind, slots in keras_seam.slots(leaf, len(variables)).items()
+             for number, slot in enumerate(slots) if slot is not None}
+    found = [where.get(id(variable)) for variable in leaf.variables]
+    keras_seam.unbuild(leaf)
+    return found
+
+
+def divided(optimizer: Any) -> DividedOptimizer | None:
+    """The divided state of exactly this optimizer, or None: a copy has none."""
+    found = getattr(optimizer, "__dict__", {}).get(_STATE)
+    return found if found is not None and found.leaf is optimizer else None
+
+
+def divided_leaves(optimizer: Any) -> list[DividedOptimizer]:
+    """The divided states of an optimizer (or None) and those within it, in order."""
+    return [] if optimizer is None else [
+        found for leaf in keras_seam.leaf_optimizers(optimizer)
+        if (found := divided(leaf)) is not None]
+
+
+def _exchanges(optimizer: Any) -> list[StateExchange]:
+    return [leaf.exchange for leaf in divided_leaves(optimizer) if leaf.exchange is not None]
+
+
+@contextlib.contextmanager
+def consolidated(optimizer: Any) -> Iterator[None]:
+    """Within it, the chief can save the optimizer as a plain one. All ranks.
+
+    The state of all ranks is gathered in the memory of the chief only. An optimizer that is not
+    divided stays as it is.
 
     Args:
-        leaf: A Keras optimizer that updates variables, built or not.
-        collective: The collective to use.
-        name: String, unique to the optimizer, equal on all ranks.
-        bucket_bytes: Integer, about the size of one collective.
+        optimizer: A Keras optimizer, or None.
 
-    Raises:
-        OptimizerError: It is of a class, or for variables, that cannot be divided.
+    Example:
+        >>> with hvdtrain.consolidated(model.optimizer):
+        ...     if session.world.is_chief:
+        ...         model.save("model.keras")
     """
-    DividedOptimizer(leaf, collective, name, bucket_bytes).install()
+    found = _exchanges(optimizer)
+    for each in found:
+        each.gather()
+    try:
+        yield
+    finally:
+        for each in found:
+            each.forget()
 
 
-def divided(leaf: Any) -> DividedOptimizer | None:
-    """What `divide` has put on exactly this optimizer, or None."""
-    found = getattr(leaf, "__dict__", {}).get(_STATE)
-    return found if found is not None and found.leaf is leaf else None
+def share_loaded(optimizer: Any) -> None:
+    """Give all ranks their parts of the state that the chief has loaded. All ranks."""
+    # What is equal on all ranks (iterations, learning rate) is broadcast with the weights.
+    for each in _exchanges(optimizer):
+        each.share_loaded()
+
+
+def check_callbacks(optimizer: Any, callbacks: Sequence[Any]) -> None:
+    """OptimizerError for callbacks of `fit` that save a divided optimizer on the chief alone."""
+    saving = tuple(getattr(keras.callbacks, name) for name in _SAVING
+                   if hasattr(keras.callbacks, name))
+    found = next((c for c in callbacks if isinstance(c, saving)), None)
+    if found is not None and divided_leaves(optimizer):
+        raise OptimizerError(
+            f"The callback {type(found).__name__} saves the optimizer on the chief, which has only "
+            "its part of the state (zero). Leave it out: fit writes checkpoints of the whole "
+            "(checkpoint_every_epochs); or leave zero out.")
+
+
+def keep_whole_files(optimizer: Any) -> None:
+    """Make a divided optimizer, or one with such within it, save and load a plain file."""
+    def load(original: Any, store: Any) -> None:
+        values = [np.asarray(store[str(k)]) for k in range(len(store.keys()))]
+        holders = _holders(optimizer)
+        if len(values) != sum(getattr(holder, "count", 1) for holder in holders):
+            original(store)  # says that it does not fit
+            return
+        for holder in holders:
+            if isinstance(holder, StateExchange):
+                holder.loaded, values = values[:holder.count], values[holder.count:]
+                holder.take(holder.loaded)
+            else:
+                holder.assign(values.pop(0))
+
+    def save(_: Any, store: Any) -> None:
+        values = (value for holder in _holders(optimizer) for value in (
+            holder.values() if isinstance(holder, StateExchange) else [holder.numpy()]))
+        for number, value in enumerate(values):
+            store[str(number)] = value
+    replaced(optimizer, "save_own_variables", partial(partial, save))
+    replaced(optimizer, "load_own_variables", partial(partial, load))
+
+
+def _holders(optimizer: Any) -> list[Any]:
+    """What has the variables of a plain optimizer, in order: variables, and divided states."""
+    found = divided(optimizer)
+    return [found.exchange] if found is not None and found.exchange is not None else [
+        *optimizer._variables,
+        *(holder for inner in keras_seam.inner_optimizers(optimizer) or []
+          for holder in _holders(inner))]

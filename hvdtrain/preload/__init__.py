@@ -1,7 +1,5 @@
-"""A process that has imported TensorFlow and has run nothing, and forks ranks from itself.
+"""A process that has imported TensorFlow, has run nothing, and forks ranks from itself.
 
-`server.py` imports and forks; `child.py` turns a fork into a process of its own; `client.py` starts
-such a process and asks it for forks. A fork starts in a tenth of a second, where the
-imports of a new process take several. Driver and ranks may use it; it loads nothing heavy but in
-the server.
+`server.py` imports and forks; `child.py` makes a fork equal to a new process; `client.py` starts
+the server and requests forks. A fork starts in 0.1 s, the imports of a new process take seconds.
 """

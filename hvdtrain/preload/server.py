@@ -1,11 +1,10 @@
 """Program: imports modules, runs nothing of them, and forks programs from itself.
 
-It takes requests from a listening Unix socket of its owner (`client.py` has the protocol), of the
-same user and the same namespaces only, and ends when its standard input does. It refuses to fork,
-and says why, where a child would not be what a new process is: something of TensorFlow, MPI or a
-GPU was used, threads were started after the imports, or what counts at import differs.
-
-One thread, no locks: a fork copies the process as it stands between two requests.
+It takes requests on its owner's Unix socket (protocol in `client.py`), of the same user and
+namespaces only, and ends with its standard input. It refuses to fork, with the reason, where a
+child would differ from a new process: TensorFlow, MPI or a GPU was used, threads were started after
+the imports, or what counts at import differs. It has one thread and no locks, since a fork copies
+the process as it is between two requests.
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from hvdtrain.preload.child import Program, Start, become, python_program, run
+from hvdtrain.preload.child import Start, become, run, start_of
+from hvdtrain.preload.client import RefusedError
 
 DEFAULT_MODULES = ("tensorflow", "keras", "horovod.tensorflow", "h5py", "hvdtrain.cli.main",
-                   "hvdtrain.run", "hvdtrain.session", "hvdtrain.train.fit",
+                   "hvdtrain.session", "hvdtrain.train.fit",
                    "hvdtrain.train.devices", "hvdtrain.collectives.horovod")
 """What a rank of `hvdtrain fit` imports."""
 
@@ -43,8 +43,7 @@ _BOOT = ("import sys; del sys.path[0]; from hvdtrain.preload.server import main;
 _COUNT_AT_IMPORT = re.compile(
     r"(TF_(?!CONFIG$)|KERAS_|XLA_|OMP_|KMP_|MKL_|OPENBLAS_|GOTO_|LD_|MALLOC_|GLIBC_"
     r"|PYTHON(?!UNBUFFERED$)|LC_)|(HOME|LANG|LANGUAGE)$")
-_LOG_LEVEL = {"TF_CPP_MIN_LOG_LEVEL": "2"}
-"""As `hvdtrain fit` sets it where it is not set."""
+_LOG_LEVEL = {"TF_CPP_MIN_LOG_LEVEL": "2"}  # as `hvdtrain fit` sets it by default
 _SAME_FOR_CHILDREN = ("net", "mnt", "ipc", "uts", "user", "cgroup")
 _GPU_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 _REQUEST_LIMIT_BYTES = 1 << 24
@@ -55,12 +54,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 def server_command(modules: Sequence[str] = DEFAULT_MODULES,
                    python: str = sys.executable) -> list[str]:
-    """The words that start this program, for `client.Preloader`.
-
-    Args:
-        modules: Names of what it imports; those that are not installed are left out.
-        python: String, the interpreter; programs of others are refused.
-    """
+    """The command of this program for `client.Preloader`; skips modules that are not installed."""
     return [python, "-c", _BOOT, *modules]
 
 
@@ -74,25 +68,27 @@ class _Client:
     child: int = 0
     pidfd: int = -1
 
+    def tell(self, message: dict[str, Any]) -> None:
+        with suppress(OSError):  # it is gone; reading shows that
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
 
-class Server:
-    """Serves requests.
+    def close_streams(self) -> None:
+        for descriptor in self.streams:
+            os.close(descriptor)
+        self.streams.clear()
 
-    Args:
-        listener: Where clients connect.
-        owner: Integer, a descriptor that ends when the owner does.
-    """
+
+class PreloadServer:
+    """Serves requests to `listener`, until `owner`, a descriptor, ends."""
 
     def __init__(self, listener: socket.socket, owner: int) -> None:
         self._listener, self._owner = listener, owner
         self._selector = selectors.DefaultSelector()
         self._clients: set[_Client] = set()
         self._environ = self._environ_after = _counting(os.environ)
-        self._threads: set[str] = set()
-        self._unsafe = ""
 
     def load(self, modules: Sequence[str]) -> None:
-        """Import; what is not installed is left out."""
+        """Import; modules that are not installed are left out."""
         os.environ.update(_counting(os.environ))
         with _quiet():
             for name in modules:
@@ -101,7 +97,7 @@ class Server:
                 except ModuleNotFoundError as error:
                     if (error.name or name).partition(".")[0] != name.partition(".")[0]:
                         raise
-        # Libraries set some for themselves; who has imported them before hands these on.
+        # Libraries set some themselves; a client that has imported them passes these on.
         self._environ_after = _counting(os.environ)
         gc.collect()
         gc.freeze()  # the collector of a child would copy every page
@@ -109,35 +105,30 @@ class Server:
         self._unsafe = why_not_to_fork()
 
     def serve(self) -> Start | None:
-        """Fork for each request.
-
-        Returns:
-            In every child what it is to run; in this process, when the owner has gone, None.
-        """
+        """Fork for each request. Returns in every child what it is to run, at the end None."""
         self._watch(self._listener, self._accept)
         self._watch(self._owner, lambda: None)
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj == self._owner:
-                    self._end_all()
+                    for client in list(self._clients):
+                        self._drop(client)
                     return None
-                if key.fd not in self._selector.get_map():
-                    continue  # an earlier event has closed it
-                start = key.data()
-                if start is not None:
-                    return start  # type: ignore[no-any-return]
+                # An earlier event may have closed it.
+                if key.fd in self._selector.get_map() and (start := key.data()) is not None:
+                    return cast(Start, start)
 
     def _watch(self, what: socket.socket | int, action: Callable[[], Start | None]) -> None:
         self._selector.register(what, selectors.EVENT_READ, action)
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        client = _Client(connection)
+        client = _Client(self._listener.accept()[0])
         self._clients.add(client)
-        if why := _stranger(connection):
+        self._watch(client.connection, lambda: self._read(client))
+        try:
+            _check_client(client.connection)
+        except RefusedError as why:
             self._refuse(client, why)
-            return
-        self._watch(connection, lambda: self._read(client))
 
     def _read(self, client: _Client) -> Start | None:
         try:
@@ -147,45 +138,37 @@ class Server:
         client.streams += streams
         client.data += data
         if not data or client.child or len(client.data) > _REQUEST_LIMIT_BYTES:
-            self._drop(client)  # it has let go of its child, if there is one
+            self._drop(client)  # it has abandoned its child, if there is one
         elif client.data.endswith(b"\n"):
-            return self._answer(client)
+            try:
+                return self._fork(client, self._start_for(client))
+            except RefusedError as why:
+                self._refuse(client, why)
         return None
 
-    def _answer(self, client: _Client) -> Start | None:
+    def _start_for(self, client: _Client) -> Start:
         try:
-            start = self._parse(json.loads(client.data), tuple(client.streams))
+            request, streams = json.loads(client.data), tuple(client.streams)
+            if len(streams) != len(_STREAMS):
+                raise ValueError(f"it has {len(streams)} descriptors for {', '.join(_STREAMS)}")
+            self._check_environ(request["env"])
+            return start_of(streams=streams, **request)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            start = f"that is not a request ({type(error).__name__}: {error})"
-        if isinstance(start, str):
-            self._refuse(client, start)
-            return None
-        return self._fork(client, start)
+            raise RefusedError(f"that is not a request ({type(error).__name__}: {error})") from None
 
-    def _parse(self, request: dict[str, Any], streams: tuple[int, ...]) -> Start | str:
-        """What is to be started, or why it cannot be."""
-        if len(streams) != len(_STREAMS):
-            raise ValueError(f"it has {len(streams)} descriptors for {', '.join(_STREAMS)}")
-        program = python_program(request["command"], request["env"], request["cwd"])
-        why = self._why_not(request["env"])
-        if why or isinstance(program, str):
-            return why or str(program)
-        return Start(program=program, streams=streams, env=request["env"], cwd=request["cwd"],
-                     affinity=request["affinity"], umask=request["umask"],
-                     ignored=request["ignored"])
-
-    def _why_not(self, environ: Mapping[str, str]) -> str:
-        theirs = _counting(environ)
-        others = [name for name in sorted({*theirs, *self._environ}) if theirs.get(name) not in (
-            self._environ.get(name), self._environ_after.get(name))]
-        if others:
-            name = others[0]
-            return (f"{name} counts when modules are imported, and it is "
-                    f"{_shown(theirs.get(name))} here but was {_shown(self._environ.get(name))} "
-                    "when the preloaded process began")
+    def _check_environ(self, environ: Mapping[str, str]) -> None:
+        theirs, own = _counting(environ), self._environ
+        for name in sorted({*theirs, *own}):
+            if theirs.get(name) not in (own.get(name), self._environ_after.get(name)):
+                here, was = ("not set" if value is None else repr(value)
+                             for value in (theirs.get(name), own.get(name)))
+                raise RefusedError(f"{name} counts when modules are imported, and it is {here} "
+                                   f"here but was {was} when the preloaded process began")
         if set(os.listdir("/proc/self/task")) != self._threads:
-            return "the preloaded process has started threads since it imported its modules"
-        return self._unsafe
+            raise RefusedError(
+                "the preloaded process has started threads since it imported its modules")
+        if self._unsafe:
+            raise RefusedError(self._unsafe)
 
     def _fork(self, client: _Client, start: Start) -> Start | None:
         parent = os.getpid()
@@ -194,73 +177,53 @@ class Server:
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if not child:
-            self._forget(client)
+            # The parent's descriptors; `become` sets its own streams.
+            self._selector.close()
+            self._listener.close()
+            for one in self._clients:
+                one.connection.close()
+                if one.pidfd >= 0:
+                    os.close(one.pidfd)
+                if one is not client:
+                    one.close_streams()
             become(start, parent)
             return start
         client.child, client.pidfd = child, os.pidfd_open(child)
-        self._close_streams(client)
+        client.close_streams()
         self._watch(client.pidfd, lambda: self._ended(client))
-        self._tell(client, {"pid": child})
+        client.tell({"pid": child})
         return None
-
-    def _forget(self, own: _Client) -> None:
-        """In a child: close what is the parent's; `become` puts its own streams in their places."""
-        self._selector.close()
-        self._listener.close()
-        for client in self._clients:
-            client.connection.close()
-            if client.pidfd >= 0:
-                os.close(client.pidfd)
-            if client is not own:
-                self._close_streams(client)
 
     def _ended(self, client: _Client) -> None:
         self._selector.unregister(client.pidfd)
-        ended = os.waitid(os.P_PID, client.child, os.WEXITED | os.WNOWAIT)
-        if ended is None:
-            raise RuntimeError("a descriptor of a process tells its end before it is there")
+        ended: Any = os.waitid(os.P_PID, client.child, os.WEXITED | os.WNOWAIT)
         killed = ended.si_code != os.CLD_EXITED
-        self._tell(client, {"code": -ended.si_status if killed else ended.si_status})
+        client.tell({"code": -ended.si_status if killed else ended.si_status})
 
-    def _tell(self, client: _Client, message: dict[str, Any]) -> None:
-        with suppress(OSError):  # it has gone, which reading tells
-            client.connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def _refuse(self, client: _Client, why: str) -> None:
-        self._tell(client, {"refused": why})
+    def _refuse(self, client: _Client, why: RefusedError) -> None:
+        client.tell({"refused": str(why)})
         self._drop(client)
 
     def _drop(self, client: _Client) -> None:
-        """The client has gone, or has heard the end."""
+        """The client is gone, or has received the end."""
         if client.connection in self._selector.get_map():
             self._selector.unregister(client.connection)
         client.connection.close()
-        self._close_streams(client)
+        client.close_streams()
         self._clients.discard(client)
         if client.child:
-            self._reap(client)
-
-    def _reap(self, client: _Client) -> None:
-        if client.pidfd in self._selector.get_map():  # it still runs
-            self._selector.unregister(client.pidfd)
-            _kill_group(client.child)
-        os.close(client.pidfd)
-        os.waitpid(client.child, 0)
-
-    @staticmethod
-    def _close_streams(client: _Client) -> None:
-        for descriptor in client.streams:
-            os.close(descriptor)
-        client.streams.clear()
-
-    def _end_all(self) -> None:
-        for client in list(self._clients):
-            self._drop(client)
+            if client.pidfd in self._selector.get_map():  # it still runs
+                self._selector.unregister(client.pidfd)
+                for kill in (os.kill, os.killpg):  # and its group, if it leads one by now
+                    with suppress(ProcessLookupError):
+                        kill(client.child, signal.SIGKILL)
+            os.close(client.pidfd)
+            os.waitpid(client.child, 0)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep back what is written to standard error, unless something fails."""
+    """Hide what is written to standard error, unless something fails."""
     kept = os.dup(2)
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
@@ -275,33 +238,25 @@ def _quiet() -> Iterator[None]:
             os.close(kept)
 
 
-def _kill_group(child: int) -> None:
-    """Kill a child, and its group if it leads one by now."""
-    with suppress(ProcessLookupError):
-        os.kill(child, signal.SIGKILL)
-    with suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
-
-
-def _stranger(connection: socket.socket) -> str:
-    """Why a client may not start programs here; "" where it may."""
+def _check_client(connection: socket.socket) -> None:
     pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid != os.geteuid():
-        return f"the preloaded process belongs to user {os.geteuid()}, this one to {uid}"
+        raise RefusedError(
+            f"the preloaded process belongs to user {os.geteuid()}, this one to {uid}")
     try:
         for name in _SAME_FOR_CHILDREN:
             if os.readlink(f"/proc/{pid}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}"):
-                return f"the preloaded process is in another {name} namespace"
+                raise RefusedError(f"the preloaded process is in another {name} namespace")
         if Path(f"/proc/{pid}/cgroup").read_text() != Path("/proc/self/cgroup").read_text():
-            return "the preloaded process is in another control group"
+            raise RefusedError("the preloaded process is in another control group")
     except OSError as error:
-        return f"the preloaded process cannot see where its client runs ({error})"
-    return ""
+        raise RefusedError(
+            f"the preloaded process cannot see where its client runs ({error})") from None
 
 
 def why_not_to_fork() -> str:
-    """Why this process is not as one that has only imported; "" where it is."""
+    """Why this process differs from one that has only imported; "" if it does not."""
     context = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)
     if getattr(context, "_context_handle", None) is not None:
         return "TensorFlow has run something in the preloaded process"
@@ -309,25 +264,15 @@ def why_not_to_fork() -> str:
         with suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith(_GPU_FILES):
                 return "a GPU is in use in the preloaded process"
-    return "MPI is initialized in the preloaded process" if _mpi_is_initialized() else ""
-
-
-def _mpi_is_initialized() -> bool:
-    libraries = set(re.findall(r"/\S*/libmpi\.so\S*", Path("/proc/self/maps").read_text()))
-    for path in libraries:
-        flag = ctypes.c_int(0)
-        ctypes.CDLL(path).MPI_Initialized(ctypes.byref(flag))
-        if flag.value:
-            return True
-    return False
+    flag = ctypes.c_int(0)
+    for path in set(re.findall(r"/\S*/libmpi\.so\S*", Path("/proc/self/maps").read_text())):
+        if not flag.value:
+            ctypes.CDLL(path).MPI_Initialized(ctypes.byref(flag))
+    return "MPI is initialized in the preloaded process" if flag.value else ""
 
 
 def _counting(environ: Mapping[str, str]) -> dict[str, str]:
     return _LOG_LEVEL | {k: v for k, v in environ.items() if _COUNT_AT_IMPORT.match(k)}
-
-
-def _shown(value: str | None) -> str:
-    return "not set" if value is None else repr(value)
 
 
 def main() -> None:
@@ -337,7 +282,7 @@ def main() -> None:
     path = Path(listener.getsockname())
     owned_by = os.getpid()
     try:
-        server = Server(listener, 0)
+        server = PreloadServer(listener, 0)
         server.load(modules)
         start = server.serve()
     finally:
@@ -347,9 +292,7 @@ def main() -> None:
                 path.parent.rmdir()
     del server, listener
     if start is not None:
-        program: Program = start.program
-        del start
-        run(program)
+        run(start)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The rank side that needs no TensorFlow: meeting the other ranks, failing well, stopping well."""
+"""The rank side that needs no TensorFlow: failures, watchdog, progress."""

@@ -1,11 +1,10 @@
-"""Makes the failure of a rank fast and attributable.
+"""Makes the failure of a rank fast, and names the rank.
 
-An uncaught error is printed (the message alone where the user is to blame), reported to the
-launcher in one line where there is one that listens (HVDTRAIN_REPORT=1), and the process leaves
-by `os._exit`: `hvd.shutdown()`, which otherwise runs at exit, would make the *other* ranks fail,
-and often they end before the one that broke. SIGUSR2 prints the stacks of all threads.
-
-`install` is for a program of hvdtrain's own, `ScriptGuard` for a script of the user's.
+An uncaught error is printed (only the message where the user is to blame), reported to the launcher
+in one line where it listens (HVDTRAIN_REPORT=1), and the process exits by `os._exit`:
+`hvd.shutdown()`, which otherwise runs at exit, would make the *other* ranks fail, often before the
+one that broke. SIGUSR2 prints the stacks of all threads. `install` is for a program of hvdtrain,
+`ScriptGuard` for a user's script.
 """
 
 from __future__ import annotations
@@ -29,39 +28,22 @@ from hvdtrain.errors import (
     HvdtrainError,
     LeftEarlyError,
 )
-from hvdtrain.runtime.descendants import kill_descendants
-from hvdtrain.runtime.stop import StopFlag
-from hvdtrain.world.failure import (
-    DONE_LINE,
-    REPORT_VARIABLE,
-    FailureRecord,
-    is_secondary,
-)
-from hvdtrain.world.world import World
+from hvdtrain.process import StopFlag, kill_descendants
+from hvdtrain.world import World
+from hvdtrain.world.failure import DONE_LINE, REPORT_VARIABLE, FailureRecord, is_secondary
 
-_SECONDARY_WAIT_S = 1.0
-"""So that the rank that is the cause is seen to end first."""
+_SECONDARY_WAIT_S = 1.0  # so that the rank that is the cause is seen to end first
+# So that ranks which fail alike print why before Horovod sees the first one leave.
 _ALIKE_WAIT_S, _MISTAKE_WAIT_S = 0.2, 0.5
-"""So that ranks which fail alike, as by a mistake of the user's, have printed why before Horovod
-sees the first one leave."""
-_MESSAGE_CHARS = 300
 
 
 class Guard:
-    """What `install` has set up. As a context manager it also catches what would be swallowed.
-
-    Example:
-        ```python
-        with install(world, os.environ) as guard:
-            train(stop=guard.stop)
-        ```
-    """
+    """The result of `install`. As a context manager it also catches what would be swallowed."""
 
     def __init__(self, world: World, *, report: bool) -> None:
-        self._world = world
-        self._report = report
+        self._world, self._report = world, report
         self._hook = sys.excepthook
-        self._enabled_faulthandler = not faulthandler.is_enabled()
+        self.enables_faulthandler = not faulthandler.is_enabled()
         self.stop = StopFlag()
 
     def __enter__(self) -> Guard:
@@ -70,7 +52,17 @@ class Guard:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         if isinstance(error, SystemExit):
-            self._leave_by_exit(error)
+            # `sys.exit(3)` on one rank is a failure too, and so is 0 while others continue.
+            if error.code not in (None, 0):
+                code = error.code if isinstance(error.code, int) else EXIT_RUN_FAILED
+                message = "" if isinstance(error.code, int) else str(error.code)
+                if message:
+                    sys.stderr.write(f"{message}\n")
+                self._tell("SystemExit", message or str(code), code,
+                           primary=not self.stop.requested)
+                _end(code)
+            if self._world.size > 1:
+                self.fail(LeftEarlyError())
         elif isinstance(error, (Exception, KeyboardInterrupt)):
             self.fail(error)
         if self._report:
@@ -79,18 +71,15 @@ class Guard:
         self.uninstall()
 
     def fail(self, error: BaseException, *, told: bool = False) -> NoReturn:
-        """Print and report an error, and end the process at once.
-
-        Args:
-            error: The error.
-            told: Boolean, whether its message is told elsewhere, so that it is not printed.
-        """
+        """Print (unless `told` elsewhere) and report an error, and end the process at once."""
         code, secondary = exit_code_of(error), _is_of_another_rank(error)
+        interrupted = isinstance(error, KeyboardInterrupt)
         if code == EXIT_STOPPED:
             _ignore_further_requests()
-        if not told:
-            _print(error)
-        interrupted = isinstance(error, KeyboardInterrupt)
+        if not told and (interrupted or isinstance(error, HvdtrainError)):
+            sys.stderr.write("interrupted\n" if interrupted else f"hvdtrain: {error}\n")
+        elif not told:
+            traceback.print_exception(error)
         self._tell(type(error).__name__, "" if told else str(error), code,
                    primary=not (secondary or interrupted))
         _flush()
@@ -98,92 +87,58 @@ class Guard:
             silence()
             wait_s = _MISTAKE_WAIT_S if isinstance(error, HvdtrainError) else _ALIKE_WAIT_S
             time.sleep(_SECONDARY_WAIT_S if secondary and not self.stop.requested else wait_s)
-        kill_descendants()
-        os._exit(code)
+        _end(code)
 
     def leave(self, code: int) -> NoReturn:
-        """End the process at once with a code whose reason another process has told."""
+        """End the process at once with a code whose reason another process has reported."""
         _ignore_further_requests()
-        _flush()
-        kill_descendants()
-        os._exit(code)
+        _end(code)
 
     def uninstall(self) -> None:
-        """Put hook, handlers and faulthandler back as they were."""
+        """Restore hook, handlers and faulthandler."""
         sys.excepthook = self._hook
         self.stop.uninstall()
         faulthandler.unregister(signal.SIGUSR2)
-        if self._enabled_faulthandler:
+        if self.enables_faulthandler:
             faulthandler.disable()
-
-    def _install(self) -> None:
-        sys.excepthook = lambda kind, error, trace: self.fail(error)
-        self.stop.install()
-        stream = sys.__stderr__ or sys.stderr
-        if self._enabled_faulthandler:
-            faulthandler.enable(stream)
-        faulthandler.register(signal.SIGUSR2, file=stream, all_threads=True, chain=False)
-
-    def _leave_by_exit(self, error: SystemExit) -> None:
-        """`sys.exit(3)` on one rank is a failure too, and so is 0 while others go on."""
-        if error.code in (None, 0):
-            if self._world.size > 1:
-                self.fail(LeftEarlyError())
-            return
-        code = error.code if isinstance(error.code, int) else EXIT_RUN_FAILED
-        message = "" if isinstance(error.code, int) else str(error.code)
-        if message:
-            sys.stderr.write(f"{message}\n")
-        self._tell("SystemExit", message or str(code), code, primary=not self.stop.requested)
-        _flush()
-        kill_descendants()
-        os._exit(code)
 
     def _tell(self, error: str, message: str, code: int, *, primary: bool) -> None:
         if self._report:
-            record = FailureRecord(rank=self._world.rank, host=self._world.host,
-                                   time_s=time.time(), error=error,
-                                   message=message[:_MESSAGE_CHARS], primary=primary, code=code)
-            sys.stderr.write(record.to_line())
+            sys.stderr.write(FailureRecord(
+                rank=self._world.rank, host=self._world.host, time_s=time.time(), error=error,
+                message=message, primary=primary, code=code).to_line())
 
 
 def install(world: World, environ: Mapping[str, str]) -> Guard:
-    """Guard this process from here on. Main thread, all ranks, before the training starts.
-
-    Args:
-        world: Which rank this is.
-        environ: The environment: tells whether a launcher reads the report.
-    """
+    """Guard this process from here on. Main thread, all ranks, before the training starts."""
     guard = Guard(world, report=environ.get(REPORT_VARIABLE) == "1")
-    guard._install()
+    sys.excepthook = lambda kind, error, trace: guard.fail(error)
+    guard.stop.install()
+    stream = sys.__stderr__ or sys.stderr
+    if guard.enables_faulthandler:
+        faulthandler.enable(stream)
+    faulthandler.register(signal.SIGUSR2, file=stream, all_threads=True, chain=False)
     return guard
 
 
 class ScriptGuard:
-    """Guards a script of the user's against uncaught errors alone; signals stay the script's.
-
-    Args:
-        environ: The environment: tells whether a launcher reads the report.
-    """
+    """Guards a user's script against uncaught errors only; signals stay the script's."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._report = environ.get(REPORT_VARIABLE) == "1"
-        self.world: World | None = None
-        """Which rank this is, from when it is known."""
+        self.world: World | None = None  # which rank this is, once known
 
     def install(self) -> None:
-        """Begin, in the place of a former guard.
-
-        Nothing is done where `install`, a debugger or a notebook has set a hook, nor in an
-        interactive session.
-        """
+        """Install the hook, in place of a former guard's."""
+        # Not where `install`, a debugger or a notebook has set a hook, nor in an interactive
+        # session.
         former = getattr(sys.excepthook, "__self__", None)
         own = sys.excepthook is sys.__excepthook__ or isinstance(former, ScriptGuard)
         if own and not hasattr(sys, "ps1"):
             sys.excepthook = self._hook
 
     def uninstall(self) -> None:
-        """Put Python's own hook back, unless another one has been set since."""
+        """Restore Python's own hook, unless another one has been set since."""
         if sys.excepthook == self._hook:
             sys.excepthook = sys.__excepthook__
 
@@ -198,23 +153,14 @@ class ScriptGuard:
         raise SystemExit(error.exit_code)  # Python ends with it, and runs its exit handlers
 
 
-def _print(error: BaseException) -> None:
-    if isinstance(error, HvdtrainError):
-        sys.stderr.write(f"hvdtrain: {error}\n")
-    elif isinstance(error, KeyboardInterrupt):
-        sys.stderr.write("interrupted\n")
-    else:
-        traceback.print_exception(error)
-
-
 def silence() -> None:
-    """What else this rank would print is a consequence: its collective fails as others leave."""
+    """Silence this rank: its collective fails as others leave, which it would print."""
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _is_of_another_rank(error: BaseException) -> bool:
-    """Whether it is what a collective raises when another rank has gone, or the like."""
+    """Whether a collective raised this because another rank has gone, or similar."""
     if isinstance(error, HvdtrainError):
         return error.of_another_rank
     return is_secondary(f"{type(error).__name__}: {error}")
@@ -234,6 +180,12 @@ def _ignore_further_requests() -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         with contextlib.suppress(ValueError):  # not in the main thread
             signal.signal(number, signal.SIG_IGN)
+
+
+def _end(code: int) -> NoReturn:
+    _flush()
+    kill_descendants()
+    os._exit(code)
 
 
 def _flush() -> None:

@@ -1,4 +1,4 @@
-"""Work that only the chief does, whose failure all ranks must hear of."""
+"""Work that only the chief does, and whose failure all ranks must learn."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from hvdtrain.errors import ChiefFailedError, HvdtrainError, RanksDifferError
 
 T = TypeVar("T")
 _alone: list[bool] = []
-_GONE = ("has been shut down", "Connection closed by peer", "Connection reset by peer")
-"""What Horovod and Gloo say where another rank has gone."""
+_GONE = ("has left the shared memory", "has been shut down", "Connection closed by peer",
+         "Connection reset by peer")
+"""Messages of collectives when another rank is gone."""
 
 
 def is_alone() -> bool:
-    """Whether the chief does something that the other ranks do not do with it."""
+    """Whether the chief is doing something in which the other ranks take no part."""
     return bool(_alone)
 
 
 @contextmanager
 def alone_on_chief() -> Iterator[None]:
-    """While it is entered, what the chief saves is not waited for by other ranks."""
+    """While entered, the chief saves without waiting for the other ranks."""
     _alone.append(True)
     try:
         yield
@@ -32,14 +33,7 @@ def alone_on_chief() -> Iterator[None]:
 
 @contextmanager
 def needs_all(what: str) -> Iterator[None]:
-    """Tell in words that another rank has ended, where this one needs all.
-
-    Args:
-        what: String, what this rank does, e.g. `"calls fit"`.
-
-    Raises:
-        RanksDifferError: Another rank has ended.
-    """
+    """While entered, an error because another rank has ended says what needed all ranks."""
     try:
         yield
     except Exception as error:
@@ -51,51 +45,36 @@ def needs_all(what: str) -> Iterator[None]:
 
 
 def on_chief(collective: Collective, work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and give its result, or its error, to all ranks.
+    """Run `work` on the chief; all ranks get its result, a plain value, or its error. All ranks.
 
-    All ranks must call it. An error stops every rank with the same message, so that none waits
-    for a chief that has gone.
-
-    Args:
-        collective: The collective to use.
-        work: Callable without arguments; its result is a plain value (`gather_objects`).
-
-    Raises:
-        HvdtrainError: What `work` raised on the chief (same type), on every rank.
-        ChiefFailedError: On the others, where the chief raises another error.
+    A HvdtrainError has the same type everywhere; for any other error, the other ranks raise
+    ChiefFailedError, so that none waits for a chief that is gone.
     """
     result: T | None = None
     failed: Exception | None = None
+    kind = message = ""
     if collective.rank == 0:
         try:
             with alone_on_chief():
                 result = work()
+        except HvdtrainError as error:
+            failed, kind, message = error, type(error).__name__, str(error)
         except Exception as error:
-            failed = error
-    outcome: tuple[T | None, tuple[str, str] | None] = collective.gather_objects(
-        (result, None if failed is None else _told(failed)))[0]
+            failed, kind = error, ChiefFailedError.__name__
+            message = (f"Rank 0 has failed ({type(error).__name__}: {error}), and this rank "
+                       "cannot go on without it. Look at the output of rank 0.")
+    told: tuple[T, str, str] = collective.gather_objects((result, kind, message))[0]
     if failed is not None:
         raise failed
-    if outcome[1] is not None:
-        kind, message = outcome[1]
-        raise _errors().get(kind, HvdtrainError)(message)
-    return outcome[0]  # type: ignore[return-value]
+    if told[1]:
+        raise _class_of(told[1])(told[2])
+    return told[0]
 
 
-def _told(error: Exception) -> tuple[str, str]:
-    """An error of the chief as the others raise it: the name of its class, and the message."""
-    if isinstance(error, HvdtrainError):
-        return type(error).__name__, str(error)
-    return ChiefFailedError.__name__, (
-        f"Rank 0 has failed ({type(error).__name__}: {error}), and this rank cannot go on without "
-        "it. Look at the output of rank 0.")
-
-
-def _errors() -> dict[str, type[HvdtrainError]]:
-    """The errors that a rank may name."""
-    found, left = {}, [HvdtrainError]
-    while left:
-        kind = left.pop()
-        found[kind.__name__] = kind
+def _class_of(name: str) -> type[HvdtrainError]:
+    left = [HvdtrainError]
+    for kind in left:
+        if kind.__name__ == name:
+            return kind
         left += kind.__subclasses__()
-    return found
+    return HvdtrainError

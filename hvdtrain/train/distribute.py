@@ -1,50 +1,66 @@
-"""`distribute`: a model's own methods work on all ranks.
+"""A model's own methods on several ranks: made to work on all, or refused.
 
-Two lines make a script for one process one for N ranks, and the result stays that of the script.
+Keras' own `model.fit` is refused where each rank would train alone on all data. It is allowed where
+the script takes care: the optimizer is distributed or the `train_step` reduces, weights are equal
+or broadcast by a callback, and each rank gives its own data.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
+from hvdtrain.collectives.base import Collective
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.tf_pipeline import nodes_of
 from hvdtrain.errors import ConfigError
-from hvdtrain.optim import keras_model, keras_seam
-from hvdtrain.optim.as_set import undo_distribution
-from hvdtrain.optim.keras_seam import Hidden
-from hvdtrain.optim.shares import unshare_losses
-from hvdtrain.optim.zero_files import consolidated
+from hvdtrain.optim import keras_seam, state
+from hvdtrain.optim.distributed import is_distributed, undo_distribution
+from hvdtrain.optim.keras_seam import Hidden, hooked
+from hvdtrain.optim.reducer import GradientReducer
+from hvdtrain.optim.sample_weights import unweigh_losses
+from hvdtrain.optim.zero import consolidated
 from hvdtrain.session import Session, session_for
 from hvdtrain.train.chief import is_alone, needs_all, on_chief
+from hvdtrain.train.coordinator import Coordinator
 from hvdtrain.train.keras_door import evaluate, fit, launched, predict
 from hvdtrain.whole_file import whole_file
 
 _DOOR = "_hvdtrain_door"
-_OURS = ("fit", "evaluate", "predict", "save", "save_weights", "export", "train_on_batch")
+_SAVING = ("save", "save_weights", "export")
+_OURS = ("fit", "evaluate", "predict", "train_on_batch", *_SAVING)
+_alone: list[bool] = []
+_HOW = (
+    "Write model = hvdtrain.distribute(model) before: then model.fit, as it is written, divides "
+    "the data and does the rest. To train a model on this rank alone on purpose: "
+    "with hvdtrain.alone(): model.fit(...)")
 
 
 def distribute(model: Any, *, config: TrainConfig | None = None) -> Any:
-    """Let a model's own methods work on all ranks. Every rank, after `hvdtrain.init()`.
+    """Make a model's own methods work on all ranks. All ranks, after `hvdtrain.init()`.
 
-    From then on `model.fit`, `evaluate` and `predict` are `hvdtrain.fit`, `evaluate` and
-    `predict`; and `save`, `save_weights` and `export`, which every rank must call, write once, on
-    the chief, a file that is whole or not there. `undistribute` takes all of it away.
+    `model.fit`, `evaluate` and `predict` become `hvdtrain.fit`, `evaluate` and `predict`. `save`,
+    `save_weights` and `export`, which all ranks must call, write on the chief only, a file that
+    is complete or absent. `undistribute` reverts all of this.
 
     Args:
         model: A `keras.Model`, compiled before or later.
-        config: A `TrainConfig`: what Keras has no argument for.
+        config: A `TrainConfig`, for what Keras has no argument for.
 
     Returns:
         The same model.
 
     Raises:
-        ConfigError: It is no model, or a setting cannot act here.
+        ConfigError: It is not a model, or a setting has no effect here.
 
     Example:
         ```python
@@ -70,63 +86,77 @@ def distribute(model: Any, *, config: TrainConfig | None = None) -> Any:
             functools.partial(ours, model, config=config))
         method.__signature__ = inspect.signature(getattr(model, name))
         keras_seam.set_on_instance(model, name, method)
-    if session.world.size > 1:
-        keras_seam.set_on_instance(model, "train_on_batch", _refuse_train_on_batch)
-    for name in ("save", "save_weights", "export"):
+    for name in _SAVING:
         original = getattr(model, name)
         keras_seam.set_on_instance(model, name, functools.wraps(original)(
             functools.partial(_save, model, original, session)))
+    if session.world.size > 1:
+        keras_seam.set_on_instance(model, "train_on_batch", _refuse_train_on_batch)
     return model
 
 
 def undistribute(model: Any) -> Any:
-    """Take away what `distribute` and a training have put on a model and its optimizers.
+    """Remove what `distribute` and a training have put on a model and its optimizers.
 
     Returns:
-        The same model, as Keras has made it; its weights and the optimizer's state stay.
+        The same model, as Keras made it; its weights and the optimizer's state stay.
     """
     _close(model)
-    unshare_losses(model)
+    unweigh_losses(model)
     for name in [name for name in vars(model) if name.startswith("_hvdtrain")]:
         object.__delattr__(model, name)
     for optimizer in keras_seam.found_optimizers(model):
         undo_distribution(optimizer)
-    keras_model.forget_train_function(model)
+    model.train_function = None
     return model
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """While entered, Keras' own `model.fit` trains on this rank alone, as Keras does."""
+    _alone.append(True)
+    try:
+        yield
+    finally:
+        _alone.pop()
+
+
+def watch_keras(collective: Collective) -> Callable[[], None]:
+    """Check each call of Keras' own `fit` and `save_model`; gives a function that undoes it."""
+    train, save = keras.Model.fit, keras.saving.save_model
+
+    @functools.wraps(train)
+    def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if _alone or isinstance(kwargs.get("callbacks"), Coordinator):
+            return train(model, *args, **kwargs)
+        given = dict(zip(("x", "y", "batch_size", "epochs", "verbose", "callbacks"), args,
+                         strict=False)) | kwargs
+        with _checked(model, given, collective):
+            return train(model, *args, **kwargs)
+
+    @functools.wraps(save)
+    def save_model(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        if _DOOR in vars(model) and not is_alone():
+            return model.save(filepath, *args, **kwargs)
+        return save(model, filepath, *args, **kwargs)
+
+    keras.Model.fit = fit
+    keras.saving.save_model = keras.models.save_model = save_model
+
+    def undo() -> None:
+        if keras.Model.fit is fit:
+            del keras.Model.fit
+        keras.saving.save_model = keras.models.save_model = save
+    return undo
+
+
 def _close(model: Any) -> None:
-    """Give a model back the methods that `distribute` has replaced."""
     if model.__dict__.pop(_DOOR, None) is not None:
         for name in _OURS:
             model.__dict__.pop(name, None)
 
 
-def watch_saving() -> Callable[[], None]:
-    """Let `keras.saving.save_model` of a distributed model do as `model.save`.
-
-    Returns:
-        A function that undoes it.
-    """
-    places = (keras.saving, keras.models)
-    originals = [place.save_model for place in places]
-
-    @functools.wraps(originals[0])
-    def save_model(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        if _DOOR in vars(model) and not is_alone():
-            return model.save(filepath, *args, **kwargs)
-        return originals[0](model, filepath, *args, **kwargs)
-    for place in places:
-        place.save_model = save_model
-
-    def undo() -> None:
-        for place, original in zip(places, originals, strict=True):
-            place.save_model = original
-    return undo
-
-
-def _refuse_train_on_batch(*args: Any, **kwargs: Any) -> Any:
-    del args, kwargs
+def _refuse_train_on_batch(*_: Any, **__: Any) -> Any:
     raise ConfigError(
         "train_on_batch would train each rank alone, on the whole batch. Use fit, or a loop of "
         "your own with hvdtrain.shard and hvdtrain.DistributedOptimizer (docs/from-keras.md).")
@@ -134,19 +164,16 @@ def _refuse_train_on_batch(*args: Any, **kwargs: Any) -> Any:
 
 def _save(model: Any, save: Callable[..., Any], session: Session, filepath: Any, *args: Any,
           **kwargs: Any) -> None:
-    """Write a file of a model, whole, on the chief. All ranks; they return when it is there.
-
-    What only the chief does (a callback that writes files) it does not wait with for the others.
-    """
+    """Write a complete file on the chief; returns when it is there. All ranks."""
+    # In what only the chief does (a callback that writes files) it does not wait for the others.
     if is_alone():
         save(filepath, *args, **kwargs)
         return
-    path = Path(filepath) if isinstance(filepath, (str, Path)) else None
-    whole = (path is not None and "://" not in str(filepath) and not path.is_dir()
-             and "max_shard_size" not in kwargs)
 
     def work() -> None:
-        if not whole or path is None:
+        path = Path(filepath) if isinstance(filepath, (str, Path)) else None
+        if (path is None or "://" in str(filepath) or path.is_dir()
+                or "max_shard_size" in kwargs):
             save(filepath, *args, **kwargs)
             return
         given = inspect.signature(save).bind(filepath, *args, **kwargs).arguments
@@ -161,3 +188,79 @@ def _save(model: Any, save: Callable[..., Any], session: Session, filepath: Any,
     with (session.progress.phase("saving the model, which all ranks must call"),
           needs_all("saves a model"), consolidated(keras_seam.optimizers_of(model))):
         on_chief(session.collective, work)
+
+
+def _checked(model: Any, given: Mapping[str, Any], collective: Collective
+             ) -> AbstractContextManager[None]:
+    """Refuse a training that nobody has divided over the ranks, with the line to write."""
+    optimizers = keras_seam.found_optimizers(model)
+    distributed = any(is_distributed(part) for o in optimizers
+                      for part in [o, *keras_seam.leaf_optimizers(o)])
+    own_step = type(model).train_step is not keras.Model.train_step
+    if not distributed and not own_step:
+        raise ConfigError(
+            f"model.fit was called on one of {collective.size} ranks with an optimizer that is "
+            f"not distributed: each rank would train alone, on all of its data. {_HOW}")
+    broadcasts = any("Broadcast" in type(c).__name__
+                     for c in keras.tree.flatten(given.get("callbacks") or []))
+    everyone = collective.gather_objects((state.digests(model.weights),
+                                          data_checksum(given)))
+    weights, checksums = map(set, zip(*everyone, strict=True))
+    if not broadcasts and len(weights) > 1:
+        raise ConfigError(
+            "model.fit was called with other weights on each rank, and no callback broadcasts "
+            "them: they would stay different. Call hvdtrain.broadcast_variables(model.weights) "
+            f"before, once the model is built. Or let hvdtrain do it. {_HOW}")
+    if len(checksums) == 1 and None not in checksums:
+        raise ConfigError(
+            f"model.fit was called with the same data on all {collective.size} ranks: each would "
+            f"train on all of it. Give each rank its share, e.g. x[rank::size]. Or let hvdtrain "
+            f"do it. {_HOW}")
+    return nullcontext() if distributed else _reducing(model)
+
+
+def _reducing(model: Any) -> AbstractContextManager[None]:
+    """Refuse a `train_step` that reduces nothing, when it is traced."""
+    def train_step(original: Any, data: Any) -> Any:
+        before = GradientReducer.calls
+        result = original(data)
+        if GradientReducer.calls == before:
+            raise ConfigError(
+                f"The train_step of {type(model).__name__} reduces no gradients over the ranks: "
+                "each would train alone. Compile with hvdtrain.DistributedOptimizer(optimizer), "
+                f"or use hvdtrain.DistributedGradientTape in it. Or let hvdtrain do it. {_HOW}")
+        return result
+    return hooked(model, train_step=train_step)
+
+
+def data_checksum(given: Mapping[str, Any]) -> int | None:
+    """A checksum of some samples of arrays, or of a Dataset's parts; None where not possible."""
+    parts: list[Any] = []
+    for data in (given.get("x"), given.get("y")):
+        if isinstance(data, tf.data.Dataset):
+            found = _of_dataset(data)
+            if found is None:
+                return None
+            parts.append(found)
+            continue
+        for array in tf.nest.flatten(data):
+            if array is None:
+                continue
+            if not hasattr(array, "__array__") or not hasattr(array, "shape"):
+                return None
+            rows = np.asarray(array)
+            some = rows[::max(1, len(rows) // 16)] if rows.ndim else rows
+            parts.append((rows.shape, some.tolist()))
+    return zlib.crc32(repr(parts).encode())
+
+
+def _of_dataset(dataset: Any) -> list[Any] | None:
+    parts = []
+    for node in nodes_of(dataset):
+        name = type(node).__name__
+        if "Generator" in name or "FlatMap" in name or "Interleave" in name:
+            return None  # its functions may hold what a rank has for itself
+        tensors = [getattr(node, key, None) for key in ("_tensors", "_tensor", "_index", "_count")]
+        parts.append((name, [np.asarray(t).tobytes()[:4096] for t in tf.nest.flatten(tensors)
+                             if isinstance(t, tf.Tensor)]))
+    return parts

@@ -1,246 +1,229 @@
-"""The training of a model on all ranks. The module to read first.
+"""Training on Keras' own loop: `KerasRun`, and `AllreduceRun` of the engine allreduce.
 
-Who owns what:
-
-- the doors: `hvdtrain.fit` in `train.keras_door`, `train.distribute`, jobs in `run`;
-- what comes first: `train.prepare`;
-- data: `train.feed`; `data.shard.ShardPlan` and `data.part.Part` decide which samples;
-- steps in which ranks do not count alike: `optim.shares`;
-- gradients: `optim.distributed`, hooked into the model's optimizers;
-- learning rate: `train.schedule`;
-- the loop itself: Keras; what of ours stands in it: `train.loop`;
-- what ranks do together during training: `train.callbacks.coordinator`;
-- files: `train.output`, `train.checkpoint`, `train.callbacks.writers`;
-- ranks that hang: `runtime.watchdog`, which `session.progress` tells how far this rank is.
+Keras calls the callbacks through the `Coordinator`. `KerasRun._joined` gives it the figures of all
+ranks after an epoch's last step and after an evaluation, before any callback sees them. In engine
+allreduce each rank has its part of every batch, and gradients are averaged.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.failures import reading_error
-from hvdtrain.errors import DataError
+from hvdtrain.data.keras_adapters import RankAdapter
+from hvdtrain.data.pipeline import reading_error
+from hvdtrain.errors import DataError, OptimizerError
+from hvdtrain.job import Job
 from hvdtrain.optim import keras_model, keras_seam, state
-from hvdtrain.optim.shares import share_losses, share_steps
+from hvdtrain.optim.distributed import distribute_as_set
+from hvdtrain.optim.keras_seam import hooked
+from hvdtrain.optim.options import ReducerOptions
+from hvdtrain.optim.sample_weights import weigh_losses, weigh_training
 from hvdtrain.optim.sync_batchnorm import sync_batchnorm
-from hvdtrain.optim.xla import split_step
-from hvdtrain.optim.zero_files import check_use, share_loaded
+from hvdtrain.optim.zero import check_callbacks, share_loaded
+from hvdtrain.runtime import phases
 from hvdtrain.session import Session
-from hvdtrain.train import schedule
-from hvdtrain.train.callbacks.coordinator import Coordinator, StopAgreement
-from hvdtrain.train.callbacks.state import CallbackStates
-from hvdtrain.train.callbacks.user import divide, restore_backup
-from hvdtrain.train.checkpoint import CheckpointStore
-from hvdtrain.train.checkpoint_file import RunState
-from hvdtrain.train.evaluate import Evaluation, losses_by_samples
-from hvdtrain.train.feed import Feed, KerasFeed, SourceFeed
-from hvdtrain.train.loop import RankCallbacks, joined, skip_steps
-from hvdtrain.train.output import (
-    make_saver,
-    make_writers,
-    open_output,
-    resume,
-    save_final,
-    save_times,
+from hvdtrain.train import evaluate, schedule
+from hvdtrain.train.callbacks import restore_backup
+from hvdtrain.train.checkpoint import RunState
+from hvdtrain.train.coordinator import Coordinator
+from hvdtrain.train.feed import Feed, SourceFeed
+from hvdtrain.train.plan import (
+    TrainPlan,
+    build_model,
+    compare_settings,
+    fit_steps_per_execution,
+    verbosity,
 )
-from hvdtrain.train.plan import TrainPlan, compare_settings, make_plan, rank_texts, verbosity
-from hvdtrain.train.prepare import build_model, fit_steps_per_execution, prepare_optimizers
+from hvdtrain.train.run import Run, RunResult, build_job
+from hvdtrain.train.timing import StepClock
+from hvdtrain.train.writers import Checkpoints, Figures
+
+_DOORS = ("evaluate", "predict")  # that `hvdtrain.distribute` may have replaced
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """What a run gave; equal on all ranks."""
+@dataclass(kw_only=True)
+class KerasRun(Run):
+    """A run on Keras' own loop; `validation_arguments` are those of Keras' `fit`."""
 
-    history: dict[str, list[Any]]
-    """Figures per epoch of this run, over all ranks: `loss`, metrics, `val_*`, `learning_rate`."""
-    first_epoch: int
-    """Epochs that were already done (0, or more when resumed)."""
-    model_path: Path | None
-    """The final model, a plain `.keras` file; None without an output folder."""
-    callback: Any = None
-    """Keras' `History`, where Keras' own `fit` ran."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One training of a model. Every rank makes it alike, and calls `fit`."""
-
-    model: Any
-    session: Session
-    config: TrainConfig
-    callbacks: Sequence[Any] = ()
-    """The user's."""
-    name: str = "fit"
-    """What the plan calls it."""
-    verbose: str | int = "auto"
-    initial_epoch: int = 0
-    validation: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of Keras' `fit` on how the validation data are evaluated."""
-    stop_asked: Callable[[], bool] = lambda: False
-    """Tells whether this process was told to stop."""
-
-    def fit(self, train: Feed, validation: Feed | None, *, dry_run: bool = False) -> RunResult:
-        """Train. All ranks.
-
-        Args:
-            train: What to train on.
-            validation: What to evaluate after epochs; or None.
-            dry_run: Boolean; print the plan and return.
-
-        Returns:
-            A `RunResult`. The model has the weights of the last epoch; what was put on it for
-            the training is taken away, also after an error.
-
-        Raises:
-            OptimizerError: The model has no optimizer, or one that cannot be distributed as set.
-            ConfigError: Ranks were given different settings, or one that cannot act here.
-            DataError: Fewer samples than ranks, or they cannot be read.
-            TrainingError: The loss is not finite, or ranks hold different weights.
-            CheckpointError: A file could not be written or read.
-        """
-        model, session = self.model, self.session
-        with (session.watched(self.config.hang_timeout_s),
-              keras_model.trainable_as_compiled(model),
-              keras_model.compiled_settings_kept(model)):
-            session.progress.enter("preparing the training")
-            plan = self._prepare(train, validation)
-            if session.world.is_chief:
-                show_plan(session, plan)
-            if dry_run:
-                return RunResult(history={}, first_epoch=0, model_path=None,
-                                 callback=keras.callbacks.History())
-            store = open_output(session, self.config)
-            begin = self._begin(plan, store)
-            history = self._train(train, validation, plan, store, begin)
-            session.progress.enter("saving the final model")
-            return RunResult(history=dict(history.history), callback=history,
-                             first_epoch=begin.epoch,
-                             model_path=save_final(model, session, self.config))
+    data: Feed
+    validation: Feed | None = None
+    validation_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def _ends_by_itself(self) -> bool:
-        """Whether a callback ends the training where the loss is not finite."""
-        return any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in self.callbacks)
+    def first_step(self) -> int:
+        """The step of the first epoch to begin with: a whole number of executions."""
+        step = super().first_step
+        return step - step % int(self.model.steps_per_execution)
 
-    def _prepare(self, train: Feed, validation: Feed | None) -> TrainPlan:
-        """Everything before the plan is printed: model built, steps agreed, settings compared."""
-        model, session, config = self.model, self.session, self.config
-        prepare_optimizers(model, session, config)
-        shards = train.plan(model)
-        samples = 0 if validation is None else validation.samples
-        compare_settings(session.collective, config, train.compare(),
-                         keras_seam.found_optimizers(model), self.callbacks)
-        if isinstance(validation, KerasFeed):
-            validation.compare()
-        build_model(model, train.one_sample)
-        check_use(keras_seam.optimizers_of(model), self.callbacks)
-        if config.sync_batch_norm:
-            sync_batchnorm(model, session.collective)
-        if isinstance(train, SourceFeed):
-            fit_steps_per_execution(model, session, shards.steps)
-        return make_plan(model, shards, config, job=self.name, validation_samples=samples,
-                         ranks=rank_texts(session),
-                         collective=f"{session.collective.name} ({session.choice.reason})")
+    @abstractmethod
+    def installed(self, coordinator: Coordinator) -> AbstractContextManager[None]:
+        """Everything put on model and optimizers while they train. All ranks."""
 
-    def _begin(self, plan: TrainPlan, store: CheckpointStore | None) -> RunState:
-        """Where the run begins, with the same weights on all ranks."""
-        model, session = self.model, self.session
-        begin = resume(model, session, self.config, store, plan)
-        done = max(restore_backup(model, self.callbacks, session), self.initial_epoch)
-        if done > begin.epoch:
-            begin = dataclasses.replace(begin, epoch=done, samples=0, step=0)
-        variables = state.training_state(model)
-        state.broadcast(session.collective, variables)
-        share_loaded(keras_seam.optimizers_of(model))
-        state.fold_rank_into_seeds(variables, session.world.rank)
-        return begin
+    def evaluation(self) -> Any:
+        """The batches that Keras' `fit` evaluates after epochs, or None."""
+        return None if self.validation is None else self.validation.evaluation()
 
-    def _train(self, train: Feed, validation: Feed | None, plan: TrainPlan,
-               store: CheckpointStore | None, begin: RunState) -> Any:
-        model, session, config = self.model, self.session, self.config
-        first_step = first_step_of(model, plan, begin)
-        stop = StopAgreement(session.collective, session.progress)
-        states, times = CallbackStates(self.callbacks), save_times(config)
-        saver = make_saver(session, plan, store, states)
+    def own_evaluation(self) -> Callable[[Any], dict[str, Any]] | None:
+        """What the `Coordinator` evaluates instead."""
+        return None
+
+    def build_metrics(self) -> None:
+        """Create the states of metrics if they are needed before the first step."""
+        if self.first_step or self.plan.shards.uneven:
+            evaluate.build_metrics(self.model, self.data)
+
+    def train(self) -> Any:
+        model, begin, first_step = self.model, self.begin, self.first_step
+        arguments = self.data.training(begin.epoch, first_step, resumed=begin.step > 0)
+        self.build_metrics()
+        if (evaluated := self.evaluation()) is not None:
+            arguments |= {**self.validation_arguments, "validation_data": evaluated}
+        checkpoints = Checkpoints(self)
         coordinator = Coordinator(
-            collective=session.collective, progress=session.progress, lr_plan=plan.lr,
-            stop_asked=self.stop_asked, stop=stop, check_weights=config.check_weights,
-            stop_on_nan=config.stop_on_nan and not self._ends_by_itself, saver=saver, times=times,
-            steps_per_epoch=plan.shards.steps, epoch_ended=train.on_epoch_end)
-        writers = [] if store is None else make_writers(
-            session, plan, store, begin.epoch, first_step, saver=saver, times=times)
-        arguments = train.training(begin.epoch, first_step, resumed=begin.step > 0)
-        if (first_step or plan.shards.uneven) and not keras_model.metrics_are_built(model):
-            keras_model.build_metrics(model, train.one_sample())
-        evaluation = None if validation is None else Evaluation(model, validation, session)
-        if evaluation is not None:
-            arguments |= {**self.validation, "validation_data": evaluation.data}
-        with self._installed(plan, coordinator, evaluation):
+            self, checkpoints, [] if self.store is None else [Figures(self), checkpoints],
+            evaluate_own=self.own_evaluation(), epoch_ended=self.data.on_steps_done)
+        with self.installed(coordinator), self._joined(coordinator):
             if first_step:
-                skip_steps(model, first_step)
-            callbacks = RankCallbacks(
-                self.callbacks, divide(self.callbacks, session), coordinator=coordinator,
-                after=[stop, *writers], model=model, collective=session.collective,
-                states=states, begin=begin, first_step=first_step,
-                holds_metrics=session.world.is_chief,
-                verbose=verbosity(session.world, self.verbose), epochs=config.epochs,
-                steps=plan.shards.steps)
-            with _named_reading_errors():
-                history = keras.Model.fit(model, epochs=config.epochs, callbacks=callbacks,
-                                          initial_epoch=begin.epoch, **arguments)
-        if saver is not None:
-            saver.wait()
+                _skip_steps(model, first_step)
+            try:
+                history = keras.Model.fit(
+                    model, epochs=self.config.epochs, initial_epoch=begin.epoch,
+                    callbacks=coordinator, **arguments)
+            except tf.errors.OpError as error:
+                why = reading_error(error)
+                if why is None:
+                    raise
+                raise DataError(f"This rank cannot read its data. {why}") from None
+        checkpoints.wait()
+        if self.times and verbosity(self.session.world, self.verbose):
+            hosts = [rank.partition(" (")[0] for rank in self.plan.ranks]
+            print(phases.table(phases.added(self.times), hosts), flush=True)  # noqa: T201
         return history
 
     @contextmanager
-    def _installed(self, plan: TrainPlan, coordinator: Coordinator,
-                   evaluation: Evaluation | None) -> Iterator[None]:
-        """Everything that is put on the model and its optimizers, while they train."""
-        model, collective = self.model, self.session.collective
-        optimizers = keras_seam.optimizers_of(model)
-        with ExitStack() as undo:
-            undo.callback(keras_model.forget_train_function, model)
-            schedule.install(optimizers, plan.lr)
-            undo.callback(schedule.remove, optimizers)
-            undo.callback(coordinator.watch_loss(optimizers))
-            share = share_losses(model, collective)
-            if self.config.xla:
-                undo.callback(split_step(model))
-            undo.callback(share_steps(model, share, weighted=plan.shards.uneven))
-            undo.enter_context(losses_by_samples(model))
-            undo.enter_context(joined(model, coordinator, evaluation))
+    def _joined(self, coordinator: Coordinator) -> Iterator[None]:
+        """`fit` ends epochs as the coordinator does; a callback's own `evaluate` stays alone."""
+        model = self.model
+        doors = {name: model.__dict__.pop(name) for name in _DOORS if name in model.__dict__}
+        own_evaluations = 0
+
+        def results_of_all(results: Any, logs: Any) -> Any:
+            return results(logs) if own_evaluations else coordinator.end_of_loop(logs)
+
+        def evaluate_here(keras_evaluate: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal own_evaluations
+            if kwargs.get("_use_cached_eval_dataset") and self.validation is not None:
+                with (coordinator.evaluating(), evaluate.evaluating(
+                        model, self.validation, self.session.collective)):
+                    return keras_evaluate(*args, **kwargs)
+            if coordinator.is_evaluating:
+                return keras_evaluate(*args, **kwargs)
+            own_evaluations += 1
+            try:
+                return keras_evaluate(*args, **kwargs)
+            finally:
+                own_evaluations -= 1
+
+        with ExitStack() as stack:
+            for name, door in doors.items():
+                stack.callback(keras_seam.set_on_instance, model, name, door)
+            stack.enter_context(hooked(
+                model, evaluate=evaluate_here, _get_metrics_result_or_logs=results_of_all))
             yield
 
 
-def show_plan(session: Session, plan: TrainPlan) -> None:
-    """Print a plan, unless it is the same as that of the training before. The chief."""
-    text = plan.render()
-    if session.shown != [text]:
-        session.shown[:] = [text]
-        print(f"hvdtrain plan\n{text}", flush=True)  # noqa: T201 - promised output
+def _skip_steps(model: Any, steps: int) -> None:
+    """Let the next calls of the train function do nothing: the data begin later. All ranks."""
+    model.make_train_function()
+    train: Callable[[Any], Any] = model.train_function
+    left = iter(range(steps // model.steps_per_execution))
+
+    def skipping(iterator: Any) -> Any:
+        return train(iterator) if next(left, None) is None else {}
+    model.train_function = skipping
 
 
-def first_step_of(model: Any, plan: TrainPlan, begin: RunState) -> int:
-    """The step of the first epoch to begin with; whole calls of the train function only."""
-    step: int = plan.shards.step_after(begin.samples)
-    return step - step % int(model.steps_per_execution)
+@dataclass(kw_only=True)
+class AllreduceRun(KerasRun):
+    """A run of engine `allreduce`; `initial_epoch` is that of Keras' `fit`."""
+
+    initial_epoch: int = 0
+
+    def prepare(self) -> TrainPlan:
+        model, session, config = self.model, self.session, self.config
+        optimizers = keras_seam.found_optimizers(model)
+        if not optimizers:
+            raise OptimizerError("The model is not compiled. Call model.compile(optimizer, loss) "
+                                 "before training.")
+        for optimizer in optimizers:
+            distribute_as_set(optimizer, session.collective, ReducerOptions.of(config),
+                              zero=config.zero)
+        keras_seam.self_test()
+        if model.jit_compile:
+            model.jit_compile = False
+        model.train_function = None
+        shards: Any = self.data.plan(model)
+        samples = 0 if self.validation is None else self.validation.samples
+        compare_settings(session.collective, config, self.data.compare(session.collective),
+                         optimizers, self.callbacks)
+        if isinstance(self.validation, RankAdapter):
+            self.validation.compare(session.collective)
+        build_model(model, self.data.one_sample)
+        check_callbacks(keras_seam.optimizers_of(model), self.callbacks)
+        if config.sync_batch_norm:
+            sync_batchnorm(model, session.collective)
+        if isinstance(self.data, SourceFeed):
+            fit_steps_per_execution(model, session, shards.steps)
+        ranks = session.collective.gather_objects(f"{session.world.host} ({session.devices})")
+        return TrainPlan.of(
+            model, shards, config, job=self.name, validation_samples=samples, ranks=tuple(ranks),
+            collective=f"{session.collective.name} ({session.choice.reason})")
+
+    def load(self) -> RunState:
+        model, session = self.model, self.session
+        begin = super().load()
+        done = max(restore_backup(model, self.callbacks, session), self.initial_epoch)
+        share_loaded(keras_seam.optimizers_of(model))
+        state.fold_rank_into_seeds(state.training_state(model), session.world.rank)
+        if done > begin.epoch:
+            return dataclasses.replace(begin, epoch=done, samples=0, step=0)
+        return begin
+
+    @contextmanager
+    def installed(self, coordinator: Coordinator) -> Iterator[None]:
+        model, collective = self.model, self.session.collective
+        optimizers = keras_seam.optimizers_of(model)
+        with ExitStack() as stack:
+            stack.callback(setattr, model, "train_function", None)
+            stack.enter_context(schedule.scaled(optimizers, self.plan.lr))
+            stack.enter_context(coordinator.watching_loss(optimizers))
+            share = weigh_losses(model, collective)
+            if self.config.xla:
+                stack.enter_context(keras_model.split_step(model))
+            stack.enter_context(weigh_training(model, share, weighted=self.plan.shards.uneven))
+            stack.enter_context(keras_model.losses_by_samples(model))
+            self.clock = StepClock(collective, self.session.progress)
+            stack.enter_context(self.clock.installed(model))
+            yield
 
 
-@contextmanager
-def _named_reading_errors() -> Iterator[None]:
-    try:
-        yield
-    except tf.errors.OpError as error:
-        why = reading_error(error)
-        if why is None:
-            raise
-        raise DataError(f"This rank cannot read its data. {why}") from None
+def run_job(job: Job, config: TrainConfig, session: Session, *,
+            stop_asked: Callable[[], bool] = lambda: False, dry_run: bool = False) -> RunResult:
+    """Build a job's model and data and train, with `config` in place of its own. All ranks."""
+    model, splits = build_job(job, config, session)
+    run = AllreduceRun(
+        model=model, session=session, config=config, name=job.name, stop_asked=stop_asked,
+        callbacks=keras.tree.flatten(list(job.callbacks())),
+        data=SourceFeed(splits.train, session, config),
+        validation=(None if splits.validation is None else
+                    SourceFeed(splits.validation, session, config)))
+    return run.fit(dry_run=dry_run)

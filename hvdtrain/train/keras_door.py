@@ -12,10 +12,15 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.config import DEFAULT_BATCH, TrainConfig
-from hvdtrain.data.array_adapter import ArrayAdapter
-from hvdtrain.data.given import adapter_of
-from hvdtrain.data.keras_adapters import is_arrays, unpacked, validation_split_of
-from hvdtrain.data.part import Part
+from hvdtrain.data.keras_adapters import (
+    ArrayAdapter,
+    RankAdapter,
+    adapter_of,
+    is_arrays,
+    unpacked,
+    validation_split_of,
+)
+from hvdtrain.data.plans import Part
 from hvdtrain.data.source import Source
 from hvdtrain.data.stream import StreamSource
 from hvdtrain.data.weights import weighted
@@ -25,9 +30,9 @@ from hvdtrain.session import Session, session_for
 from hvdtrain.settings import refuse_differences
 from hvdtrain.train import evaluate as evaluation
 from hvdtrain.train.chief import needs_all
-from hvdtrain.train.feed import Feed, KerasFeed, SourceFeed
-from hvdtrain.train.fit import Run
-from hvdtrain.train.seeds import drawn_seed
+from hvdtrain.train.feed import Feed, SourceFeed
+from hvdtrain.train.fit import AllreduceRun
+from hvdtrain.train.own_loop import drawn_seed
 
 _FORMER = {
     "validation": "validation_data=(x_val, y_val)",
@@ -35,7 +40,7 @@ _FORMER = {
     "data": "x=..., y=...",
     "session": "hvdtrain.init() before",
 }
-"""Arguments that people try, and what Keras calls them."""
+"""Arguments that people try, and Keras' own."""
 
 
 def fit(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of Keras
@@ -47,10 +52,10 @@ def fit(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of Keras
         validation_steps: int | None = None, validation_batch_size: int | None = None,
         validation_freq: int = 1, *, config: TrainConfig | None = None,
         stop_asked: Callable[[], bool] | None = None, dry_run: bool = False, **unknown: Any) -> Any:
-    """Train a compiled model on all ranks, as `keras.Model.fit` does on one. Every rank.
+    """Train a compiled model on all ranks, as `keras.Model.fit` does on one. All ranks.
 
-    All ranks give the same data, of which each takes its part; the weights are those of the
-    chief's model. Optimizers are made distributed. docs/from-keras.md has each argument.
+    All ranks give the same data, and each takes its part; the weights are those of the chief's
+    model. Optimizers are made distributed. docs/from-keras.md describes each argument.
 
     Args:
         model: A compiled `keras.Model`.
@@ -58,9 +63,9 @@ def fit(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of Keras
             samples that hvdtrain reads: a `Source`, a `StreamSource`, what `by_file` returns.
         batch_size: Integer, samples per step: over all ranks, or on each with
             `config.batch="per_rank"`.
-        config: A `TrainConfig`: what Keras has no argument for. `epochs` and the batch may be
-            given there as well, but not twice.
-        stop_asked: Callable that tells whether this process was told to stop.
+        config: A `TrainConfig`, for what Keras has no argument for. `epochs` and the batch may be
+            given there instead, but not twice.
+        stop_asked: Callable that returns whether this process was asked to stop.
         dry_run: Boolean; print the plan and return.
         **unknown: Refused, with the name of Keras' argument.
 
@@ -71,54 +76,53 @@ def fit(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of Keras
 
     Raises:
         OptimizerError: The model has no optimizer, or one that cannot be distributed as set.
-        ConfigError: Ranks were given different settings, or one that cannot act here.
+        ConfigError: Settings differ between ranks, or one has no effect here.
         DataError: The data cannot be divided, differ between ranks, or cannot be read.
         TrainingError: The loss is not finite, or ranks hold different weights.
         CheckpointError: A file could not be written or read.
     """
-    _refuse_unknown("fit", unknown)
-    door = _Door.open("fit", x, launched(config))
+    door = _Door.open("fit", x, config, unknown)
     if epochs == 0:  # Keras trains nothing either
         return keras.callbacks.History()
     config = _with_epochs(door.config, epochs)
     door = dataclasses.replace(door, config=config)
     if validation_split and validation_data is None:
-        if isinstance(x, (Source, StreamSource)):
-            _refuse_beside(x, validation_split=validation_split)
+        _refuse_beside(x, validation_split=validation_split)
         (x, y, sample_weight), validation_data = validation_split_of(
             (x, y, sample_weight), validation_split)
     state.seed_dropout(model, config.seed)
-    train = door.feed(x, y, sample_weight, batch_size=batch_size, class_weight=class_weight,
-                      shuffle=shuffle if config.shuffle else False, steps=steps_per_epoch,
-                      name="training", model=model)
+    train = door.feed(model, x, y, sample_weight, batch_size=batch_size, steps=steps_per_epoch,
+                      class_weight=class_weight, shuffle=shuffle if config.shuffle else False,
+                      name="training")
     validation = None
     if validation_data is not None:
-        val_x, val_y, val_weight = unpacked(validation_data)
-        validation = door.feed(val_x, val_y, val_weight, steps=validation_steps, model=model,
-                               batch_size=validation_batch_size or batch_size, name="validation")
-    run = Run(model=model, session=door.session, config=config, name=model.name,
-              callbacks=_callbacks_of(callbacks), verbose=verbose,
-              initial_epoch=initial_epoch, stop_asked=stop_asked or (lambda: False),
-              validation={"validation_freq": validation_freq} | (
-                  {"validation_steps": validation_steps} if validation_steps else {}))
-    return run.fit(train, validation, dry_run=dry_run).callback
+        validation = door.feed(model, *unpacked(validation_data), name="validation",
+                               steps=validation_steps,
+                               batch_size=validation_batch_size or batch_size)
+    run = AllreduceRun(
+        model=model, session=door.session, config=config, name=model.name, data=train,
+        validation=validation, callbacks=_callbacks_of(callbacks), verbose=verbose,
+        initial_epoch=initial_epoch, stop_asked=stop_asked or (lambda: False),
+        validation_arguments={"validation_freq": validation_freq} | (
+            {"validation_steps": validation_steps} if validation_steps else {}))
+    return run.fit(dry_run=dry_run).callback
 
 
 def evaluate(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of Keras
              batch_size: int | None = None, verbose: str | int = "auto", sample_weight: Any = None,
              steps: int | None = None, callbacks: Any = None, return_dict: bool = False, *,
              config: TrainConfig | None = None, **unknown: Any) -> Any:
-    """Evaluate a compiled model on all ranks, as `keras.Model.evaluate` does. Every rank.
+    """Evaluate a compiled model on all ranks, as `keras.Model.evaluate` does. All ranks.
 
     Args:
         model: A compiled `keras.Model`, the same on all ranks.
         x: As for `fit`; the same on all ranks.
         batch_size: Integer, as for `fit`.
-        config: A `TrainConfig`, of which what the batch means acts here.
+        config: A `TrainConfig`; only its settings of the batch have an effect here.
         **unknown: Refused, with the name of Keras' argument.
 
-    The other arguments are those of Keras. Callbacks are called on every rank; `on_test_end` has
-    the figures of all.
+    The other arguments are those of Keras. Callbacks are called on every rank; `on_test_end` gets
+    the figures of all ranks.
 
     Returns:
         What Keras returns: the loss and the metrics over all samples; equal on all ranks.
@@ -127,78 +131,69 @@ def evaluate(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of 
         DataError: The data cannot be used.
         TrainingError: A metric cannot be merged over ranks, or the ranks hold different models.
     """
-    _refuse_unknown("evaluate", unknown)
-    door = _Door.open("evaluate", x, launched(config))
-    feed = door.feed(x, y, sample_weight, batch_size=batch_size, steps=steps, name="evaluation",
-                     model=model)
-    arguments = {"verbose": door.verbose(verbose), "callbacks": callbacks,
-                 "return_dict": return_dict} | ({"steps": steps} if steps else {})
+    door = _Door.open("evaluate", x, config, unknown)
+    feed = door.feed(model, x, y, sample_weight, batch_size=batch_size, steps=steps,
+                     name="evaluation")
     door.compare(feed)
-    return evaluation.evaluate(model, feed, door.session, arguments)
+    return evaluation.evaluate(model, feed, door.session, door.arguments(
+        verbose, steps, callbacks=callbacks, return_dict=return_dict))
 
 
 def predict(model: Any, x: Any, batch_size: int | None = None,  # noqa: D417 - those of Keras
             verbose: str | int = "auto", steps: int | None = None, callbacks: Any = None, *,
             config: TrainConfig | None = None, **unknown: Any) -> Any:
-    """Predict on all ranks, as `keras.Model.predict` does on one. Every rank.
+    """Predict on all ranks, as `keras.Model.predict` does on one. All ranks.
 
     Args:
         model: A `keras.Model`, the same on all ranks.
         x: As for `fit`; the same on all ranks.
         batch_size: Integer, as for `fit`.
-        config: A `TrainConfig`, of which what the batch means acts here.
+        config: A `TrainConfig`; only its settings of the batch have an effect here.
         **unknown: Refused, with the name of Keras' argument.
 
     The other arguments are those of Keras. Callbacks are called on every rank, with this rank's
     predictions.
 
     Returns:
-        What Keras returns, on every rank: arrays in the order of the data. Of `by_file`, and of
-        a stream that is made for each rank, the shares of the ranks follow each other.
+        What Keras returns, on every rank: arrays in the order of the data. For `by_file`, and
+        for a stream that is made for each rank, the ranks' shares follow each other.
 
     Raises:
         DataError: The data cannot be used.
         TrainingError: The ranks hold different models.
     """
-    _refuse_unknown("predict", unknown)
-    door = _Door.open("predict", x, launched(config))
-    arguments = {"verbose": door.verbose(verbose), "callbacks": callbacks}
-    if isinstance(x, (Source, StreamSource)):
-        _refuse_beside(x, steps=steps)
-        batch = door.source_config(batch_size).rank_batch(door.session.world.size)
-        return evaluation.predict_source(model, x, batch, door.session, arguments)
-    feed = door.feed(x, batch_size=batch_size, steps=steps, name="prediction", model=model)
+    door = _Door.open("predict", x, config, unknown)
+    feed = door.feed(model, x, batch_size=batch_size, steps=steps, name="prediction")
     door.compare(feed)
     return evaluation.predict(model, feed, door.session,
-                              arguments | ({"steps": steps} if steps else {}))
+                              door.arguments(verbose, steps, callbacks=callbacks))
 
 
 def launched(config: TrainConfig | None) -> TrainConfig:
-    """The settings of a script, with those that `hvdtrain launch --set` gives it.
-
-    Raises:
-        ConfigError: Both say something, and not the same.
-    """
+    """The settings of a script, with those of `hvdtrain launch --set`."""
     config = config or TrainConfig()
-    # Another engine is refused as such, whatever the launcher says.
+    # Another engine is refused, whatever settings the launcher adds.
     return config.as_launched(os.environ) if config.engine == "allreduce" else config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Door:
-    """One call of `fit`, `evaluate` or `predict`."""
-
-    name: str
     config: TrainConfig
     session: Session
 
     @classmethod
-    def open(cls, name: str, x: Any, config: TrainConfig) -> _Door:
-        """Begin a call. All ranks: they must call the same, with data of the same kind.
-
-        Raises:
-            ConfigError: On every rank: they do not.
-        """
+    def open(cls, name: str, x: Any, config: TrainConfig | None,
+             unknown: Mapping[str, Any]) -> _Door:
+        """Begin a call. All ranks: they must call the same, with data of the same kind."""
+        if unknown:
+            fields = {field.name for field in dataclasses.fields(TrainConfig)}
+            hints = [f"{key}: write " + _FORMER.get(
+                key, f"config=hvdtrain.TrainConfig({key}={value!r})")
+                for key, value in unknown.items() if key in fields or key in _FORMER]
+            raise ConfigError(
+                f"{name} has no argument {', '.join(map(repr, unknown))}. It takes those of Keras' "
+                f"{name}, and config=hvdtrain.TrainConfig(...). {'; '.join(hints)}".rstrip())
+        config = launched(config)
         session = session_for(config)
         with needs_all(f"calls {name}"):
             everyone = session.collective.gather_objects((name, _kind_of(x)))
@@ -207,78 +202,54 @@ class _Door:
             raise ConfigError(
                 f"All ranks must call the same: rank 0 {_call_of(everyone[0])}, rank {odd} "
                 f"{_call_of(everyone[odd])}. Do not put the call behind a condition on the rank.")
-        return cls(name=name, config=config, session=session)
+        return cls(config=config, session=session)
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.session.world.size
+    def arguments(self, verbose: str | int, steps: int | None, **others: Any) -> dict[str, Any]:
+        """Keras' other arguments; only the chief prints."""
+        others["verbose"] = verbose if self.session.world.is_chief else 0
+        return others | ({"steps": steps} if steps else {})
 
-    def verbose(self, asked: str | int) -> str | int:
-        """`verbose` of Keras: the chief's screen only."""
-        return asked if self.session.world.is_chief else 0
-
-    def feed(self, x: Any, y: Any = None, sample_weight: Any = None, *, name: str, model: Any,
+    def feed(self, model: Any, x: Any, y: Any = None, sample_weight: Any = None, *, name: str,
              batch_size: int | None = None, class_weight: Any = None, shuffle: Any = False,
              steps: int | None = None) -> Feed:
-        """The data of one call, divided over the ranks."""
+        config, world = self.config, self.session.world
         _refuse_targets_in_inputs(model, x, y)
+        batch, per_rank = self._batch(batch_size, twice=name == "validation")
         if isinstance(x, (Source, StreamSource)):
             _refuse_beside(x, y=y, sample_weight=sample_weight, steps=steps)
-            if class_weight is not None:
-                x = weighted(x, class_weight)
-            return SourceFeed(x, self.session,
-                              self.source_config(batch_size, shuffle=bool(shuffle)))
-        batch, per_rank = self._batch(batch_size, twice=name == "validation")
-        config, training = self.config, name == "training"
+            batch = batch or DEFAULT_BATCH
+            return SourceFeed(
+                x if class_weight is None else weighted(x, class_weight), self.session,
+                dataclasses.replace(config, shuffle=bool(shuffle),
+                                    batch_per_rank=batch if per_rank else None,
+                                    batch_global=None if per_rank else batch))
+        training = name == "training"
         with warnings.catch_warnings():
-            if not self.session.world.is_chief:  # Keras warns, and once is enough
+            if not world.is_chief:  # Keras warns, and once is enough
                 warnings.simplefilter("ignore")
             adapter = adapter_of(
                 x, y, sample_weight, per_rank=per_rank, batch_size=batch,
-                part=Part(rank=self.session.world.rank, size=self.size,
+                part=Part(rank=world.rank, size=world.size,
                           remainder=config.remainder_as("join") if training else "join"),
                 class_weight=class_weight, shuffle=shuffle, steps=steps,
                 seed=drawn_seed() if config.seed is None else config.seed,
-                before_decoding=config.divide == "samples")
+                before_decoding=config.divide == "samples", name=name)
         if training and batch != batch_size and not isinstance(adapter, ArrayAdapter):
             raise ConfigError(
                 f"batch_per_rank and batch_global cannot change the batches that {_kind_of(x)} "
                 "makes. Leave them out: config.batch says what those batches mean.")
         if adapter.num_batches == 0:
             raise DataError(f"The {name} data are empty; at least one sample is needed.")
-        feed = KerasFeed(adapter, self.session, name, steps)
-        feed.check(model)
-        return feed
+        _refuse_indivisible(adapter, model, world.size)
+        return adapter
 
     def compare(self, feed: Feed) -> None:
-        """Refuse data, batches or steps that differ between the ranks. All ranks.
+        """Refuse data, batches or steps that differ between the ranks. All ranks."""
+        collective = self.session.collective
+        refuse_differences(collective.gather_objects(feed.compare(collective)))
 
-        Raises:
-            ConfigError: Naming what differs.
-            DataError: The data themselves differ.
-        """
-        everyone = self.session.collective.gather_objects(feed.compare())
-        refuse_differences(everyone, [f"rank {rank}" for rank in range(len(everyone))])
-
-    def source_config(self, batch_size: int | None, *, shuffle: bool = False) -> TrainConfig:
-        """The settings with the batch of a call, for samples that hvdtrain reads."""
-        batch, per_rank = self._batch(batch_size)
-        batch = batch or DEFAULT_BATCH
-        return dataclasses.replace(
-            self.config, shuffle=shuffle, batch_per_rank=batch if per_rank else None,
-            batch_global=None if per_rank else batch)
-
-    def _batch(self, batch_size: int | None, *, twice: bool = False) -> tuple[int | None, bool]:
-        """The batch, and whether it is that of each rank.
-
-        Args:
-            batch_size: That of the call.
-            twice: Boolean, the config may say it as well: for other data.
-
-        Raises:
-            ConfigError: It is said in two ways.
-        """
+    def _batch(self, batch_size: int | None, *, twice: bool) -> tuple[int | None, bool]:
+        """The batch, and whether it is per rank; `twice`: call and config may both give it."""
         config = self.config
         given = {name: value for name, value in (
             ("batch_size", batch_size), ("batch_per_rank", config.batch_per_rank),
@@ -295,9 +266,9 @@ class _Door:
 
 
 def _refuse_beside(x: Any, **given: Any) -> None:
-    """Refuse arguments that samples which hvdtrain reads do not take beside them."""
+    """Refuse arguments that Keras takes with arrays but not with samples that hvdtrain reads."""
     names = [name for name, value in given.items() if value is not None]
-    if names:
+    if names and isinstance(x, (Source, StreamSource)):
         raise ConfigError(
             f"{', '.join(names)} cannot be given beside {type(x).__name__}, which has whole "
             "epochs of samples with their targets and weights. Leave it out"
@@ -305,11 +276,7 @@ def _refuse_beside(x: Any, **given: Any) -> None:
 
 
 def _refuse_targets_in_inputs(model: Any, x: Any, y: Any) -> None:
-    """Refuse data of another form than Keras takes, which it would tell in words of shapes.
-
-    Raises:
-        DataError: Saying what to write instead.
-    """
+    """Refuse data of another form than Keras takes; its own error speaks of shapes only."""
     shape = keras_model.only_input_shape(model)
     if shape is None or y is not None:
         return
@@ -326,6 +293,32 @@ def _refuse_targets_in_inputs(model: Any, x: Any, y: Any) -> None:
                 "dataset.batch(batch_size), or hvdtrain.StreamSource(dataset).")
 
 
+def _refuse_indivisible(adapter: RankAdapter, model: Any, size: int) -> None:
+    """Refuse batches that cannot be divided, or whose parts the model does not accept."""
+    plan = adapter.plan()
+    batch = plan.global_batch
+    if batch is None or size == 1:
+        return
+    per_rank = "hvdtrain.TrainConfig(batch=\"per_rank\")"
+    if batch < size and adapter.name == "training":
+        raise DataError(
+            f"The batch of {batch} samples is divided over {size} ranks; every rank needs at "
+            f"least one. Give batch_size={size} or more, start at most {batch} ranks, or let "
+            f"batch_size be that of each rank: {per_rank}.")
+    fixed = keras_model.fixed_batch(model)
+    left = 0 if plan.samples is None else plan.samples % batch
+    if fixed is not None and fixed * size != batch:
+        raise DataError(
+            f"The model takes batches of {fixed} samples only, and the batch of {batch} is "
+            f"divided over {size} ranks. Let batch_size be that of each rank ({per_rank}), or "
+            "make the model without a fixed batch.")
+    if fixed is not None and left:
+        raise DataError(
+            f"The model takes batches of {fixed} samples only, and of {plan.samples} samples "
+            f"the last one has {left} over all ranks. Leave them out, or make the model "
+            "without a fixed batch.")
+
+
 def _callbacks_of(given: Any) -> list[Any]:
     callbacks = keras.tree.flatten(given) if given else []
     odd = next((c for c in callbacks if not isinstance(c, keras.callbacks.Callback)), None)
@@ -336,14 +329,13 @@ def _callbacks_of(given: Any) -> list[Any]:
 
 
 def _kind_of(x: Any) -> str:
-    """What was given, in words that are equal on all ranks."""
+    """The kind of data, in words that are equal on all ranks."""
     if isinstance(x, tf.data.Dataset):
         return "a tf.data.Dataset"
     return "arrays" if is_arrays(x) else f"a {type(x).__name__}"
 
 
 def _call_of(told: Any) -> str:
-    """What another rank has told where this one calls `fit` or the like, in words."""
     if isinstance(told, tuple) and len(told) == 2 and all(isinstance(t, str) for t in told):
         return f"calls {told[0]} with {told[1]}"
     return "does something else, such as saving the model"
@@ -356,16 +348,3 @@ def _with_epochs(config: TrainConfig, epochs: int | None) -> TrainConfig:
         raise ConfigError(f"epochs={epochs} was given to fit, and epochs={config.epochs} in its "
                           "config. Leave one of the two out.")
     return dataclasses.replace(config, epochs=int(epochs))
-
-
-def _refuse_unknown(name: str, unknown: Mapping[str, Any]) -> None:
-    """Refuse arguments that Keras has not, with the one to write instead."""
-    if not unknown:
-        return
-    hints = [f"{key}: write {_FORMER[key]}" for key in unknown if key in _FORMER]
-    fields = {field.name for field in dataclasses.fields(TrainConfig)}
-    hints += [f"{key}: write config=hvdtrain.TrainConfig({key}={value!r})"
-              for key, value in unknown.items() if key in fields and key not in _FORMER]
-    raise ConfigError(
-        f"{name} has no argument {', '.join(map(repr, unknown))}. It takes those of Keras' "
-        f"{name}, and config=hvdtrain.TrainConfig(...). {'; '.join(hints)}".rstrip())

@@ -1,24 +1,30 @@
-"""What a training loop of one's own needs of the other ranks: who am I, share, add, tell.
+"""For your own training loop: the rank, shares of data, reductions, printing on the chief.
 
 `DistributedOptimizer`, `DistributedGradientTape` and `broadcast_variables` do the rest; `fit` does
-all of it by itself. Each function begins a session where `hvdtrain.init()` was not called.
+all of it. Each function starts a session if `hvdtrain.init()` was not called.
 """
 
 from __future__ import annotations
 
+import os
+import random
+import zlib
 from typing import Any, Literal
 
+import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context
 
-from hvdtrain.collectives.base import ReduceOp
+from hvdtrain.collectives.base import Collective, ReduceOp
 from hvdtrain.data.divided import divided
-from hvdtrain.data.part import Part
+from hvdtrain.data.plans import Part
 from hvdtrain.errors import DataError
-from hvdtrain.optim.names import CallNames
+from hvdtrain.optim.tracing import CallNames
 from hvdtrain.session import init
 
 _names = {kind: CallNames(f"hvdtrain.own.{kind}") for kind in ("allreduce", "allgather")}
+_drawn: list[int] = []
 
 
 def rank() -> int:
@@ -53,14 +59,14 @@ def allreduce(values: Any, op: ReduceOp = "average") -> Any:
     Returns:
         The same structure of tensors, equal on all ranks.
     """
-    collective, flat = init().collective, []
-    for value in tf.nest.flatten(values):
+    collective = init().collective
+
+    def reduced(value: Any) -> Any:
         tensor = tf.convert_to_tensor(value)
         if op == "average" and not tensor.dtype.is_floating:
             tensor = tf.cast(tensor, tf.float64)
-        name = _names["allreduce"].next()
-        flat.append(collective.reduce([tensor], name=name, op=op)[0])
-    return tf.nest.pack_sequence_as(values, flat)
+        return collective.reduce([tensor], name=_names["allreduce"].next(), op=op)[0]
+    return tf.nest.map_structure(reduced, values)
 
 
 def allgather(values: Any) -> Any:
@@ -80,7 +86,7 @@ def allgather(values: Any) -> Any:
 
 
 def gather(value: Any) -> list[Any]:
-    """What each rank has, in a list. All ranks; not within a `tf.function`.
+    """Gather one value from each rank in a list. All ranks; not within a `tf.function`.
 
     Args:
         value: Numbers, strings, arrays, and lists, tuples and dictionaries of them.
@@ -89,11 +95,11 @@ def gather(value: Any) -> list[Any]:
 
 
 def broadcast(value: Any, *, root: int = 0) -> Any:
-    """What one rank has, on all. All ranks; not within a `tf.function`.
+    """Copy the value of one rank to all. All ranks; not within a `tf.function`.
 
     Args:
-        value: As for `gather`; of rank `root` it counts, of the others it is not looked at. An
-            array has the same shape and type on all. Variables: `broadcast_variables`.
+        value: As for `gather`; only that of rank `root` is used. An array has the same shape and
+            type on all ranks. For variables, use `broadcast_variables`.
         root: Integer, the rank.
     """
     collective = init().collective
@@ -103,17 +109,17 @@ def broadcast(value: Any, *, root: int = 0) -> Any:
 
 
 def shard(data: Any, *, remainder: Literal["drop", "pad"] = "drop") -> Any:
-    """This rank's part of data that all ranks have alike, for a loop of one's own. Every rank.
+    """This rank's part of data that is the same on all ranks, for your own loop. All ranks.
 
-    All ranks have as many samples and take the same steps, so that the mean over the ranks of
-    means over their samples is the mean over all samples.
+    All ranks have equally many samples and steps, so that the mean of the ranks' means is the
+    mean over all samples.
 
     Args:
         data: A `tf.data.Dataset` of batches, the same on all ranks: each rank has its part of
             each batch, and reads and decodes its own samples only where the pipeline allows it.
             Or arrays, or a structure of them: the rows `rank`, `rank + size`, ...
-        remainder: String, what is done where a batch, or the number of rows, does not divide by
-            the ranks: up to N-1 samples are left out (`drop`) or repeated (`pad`).
+        remainder: String, what to do if a batch, or the number of rows, does not divide by the
+            ranks: `"drop"` leaves out up to N-1 samples, `"pad"` repeats them.
 
     Returns:
         A `tf.data.Dataset` of batches; or the same structure of arrays.
@@ -136,3 +142,25 @@ def shard(data: Any, *, remainder: Literal["drop", "pad"] = "drop") -> Any:
     return tf.nest.map_structure(
         lambda array: tf.gather(array, own) if isinstance(array, tf.Tensor) else
         np.asarray(array)[own], data)
+
+
+def drawn_seed() -> int | None:
+    """The seed that the ranks agreed on, if the script has set none of its own."""
+    return _drawn[0] if _drawn and context.global_seed() == _drawn[0] else None
+
+
+def agree_on_seeds(collective: Collective) -> None:
+    """Seed the random generators alike, unless they are, before data are made. All ranks.
+
+    Python and NumPy if they differ; TensorFlow also if it has no seed, as each rank would shuffle
+    in another order. Seeds that the user set alike stay. The seed is new in each run.
+    """
+    own = zlib.crc32(repr((random.getstate(), np.random.get_state())).encode())  # noqa: NPY002
+    drawn = int.from_bytes(os.urandom(4), "little")
+    everyone = collective.gather_objects((own, context.global_seed(), drawn))
+    states, seeds, (seed, *_) = zip(*everyone, strict=True)
+    _drawn[:] = [seed]
+    if len(set(states)) > 1:
+        keras.utils.set_random_seed(seed)
+    elif len(set(seeds)) > 1 or None in seeds:
+        tf.random.set_seed(seed)

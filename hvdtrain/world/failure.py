@@ -1,51 +1,47 @@
 """The lines by which a rank tells its launcher how it ends: `HVD-FAILED {json}`, `HVD-DONE`.
 
-Written by `runtime/guard.py`, read by `launch/console.py`, so that the rank that broke is named
-and not the one whose exit was seen first; and so that a starter which ends with 0 after it has
-lost a host is not believed.
+With them the launcher names the rank that broke and not the one whose exit was seen first, and does
+not trust a starter that ends with 0 after it has lost a host.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import signal
 from dataclasses import asdict, dataclass
 
-REPORT_VARIABLE = "HVDTRAIN_REPORT"
-"""Set to `1` by a launcher that reads the line; a rank writes it for no one else."""
-
+REPORT_VARIABLE = "HVDTRAIN_REPORT"  # `1` where a launcher reads the lines; else none are written
 DONE_LINE = "HVD-DONE"
 _MARK = "HVD-FAILED "
+_MESSAGE_CHARS = 300
 _SECONDARY = re.compile(
     r"HorovodInternalError|Horovod has been shut down|Connection (?:closed|reset) by peer|"
     r"MPI communication peer process has unexpectedly disconnected|An error occurred in Socket|"
-    r"Broken pipe|(?:Read|Write) timeout|ncclSystemError|ncclRemoteError")
+    r"has left the shared memory|Broken pipe|(?:Read|Write) timeout|ncclSystemError|"
+    r"ncclRemoteError")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRecord:
-    """What a rank says about its own end."""
+    """How a rank ended; `primary` is False where another rank's end is the cause."""
+    # `time_s` is since the epoch, by the rank's host; `error` the name of the exception's class.
 
     rank: int
     host: str
     time_s: float
-    """Seconds since the epoch, by the clock of the rank's host."""
     error: str
-    """The name of the exception's class."""
     message: str
     primary: bool
-    """False where another rank's end is the cause."""
     code: int = 1
-    """The exit code that it leaves with."""
 
     def to_line(self) -> str:
-        """The line, with its line end."""
-        return f"{_MARK}{json.dumps(asdict(self))}\n"
+        """The line, with its line end; a long message is cut."""
+        fields = asdict(self) | {"message": self.message[:_MESSAGE_CHARS]}
+        return f"{_MARK}{json.dumps(fields)}\n"
 
     @classmethod
     def from_line(cls, line: str) -> FailureRecord | None:
-        """The record in a line, or None where the line holds none."""
+        """The record in a line, or None."""
         if not line.startswith(_MARK):
             return None
         try:
@@ -55,13 +51,5 @@ class FailureRecord:
 
 
 def is_secondary(text: str) -> bool:
-    """Whether an error text is one that a rank prints because another rank has gone."""
+    """Whether a rank prints this error text because another rank has gone."""
     return _SECONDARY.search(text) is not None
-
-
-def signal_name(number: int) -> str:
-    """`SIGTERM` for 15; the number for one that has no name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -1,41 +1,30 @@
-"""Network interfaces of this host, and which of them leads to another host. Linux, IPv4."""
+"""Network interfaces of this host, and which of them leads to another host. IPv4."""
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import socket
-import struct
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from hvdtrain.errors import ConfigError
 
-NETWORK_VARIABLE = "HVDTRAIN_NETWORK_INTERFACE"
-"""Names or networks, with commas: how `--network-interface` reaches ranks that bootstrap."""
-
-_SIOCGIFADDR = 0x8915
+NETWORK_VARIABLE = "HVDTRAIN_NETWORK_INTERFACE"  # `--network-interface` of ranks that bootstrap
 _DISCARD_PORT = 9
 _LONGEST_NAME = 15
 
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """The way to a host."""
+    """The way to another host, which has `address`."""
 
     own_address: str
     interface: str
     address: str
-    """Of the other host."""
 
 
 def route_to(host: str) -> Route:
-    """The way to a host, as the routing table has it; nothing is sent.
-
-    Raises:
-        OSError: The name cannot be resolved, or there is no way.
-    """
+    """The route to a host from the routing table; nothing is sent. OSError where there is none."""
     address = socket.getaddrinfo(host, _DISCARD_PORT, socket.AF_INET, socket.SOCK_DGRAM)[0][4][0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, _DISCARD_PORT))
@@ -45,17 +34,12 @@ def route_to(host: str) -> Route:
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface with an address of this host.
-
-    Raises:
-        OSError: No interface has it.
-    """
-    if address.startswith("127."):
-        return "lo"
-    for name, own in interfaces().items():
-        if own == address:
-            return name
-    raise OSError(f"no network interface has the address {address}")
+    """The name of the interface with an address of this host, or OSError."""
+    names = ["lo"] if address.startswith("127.") else [
+        name for name, own in interfaces().items() if own == address]
+    if not names:
+        raise OSError(f"no network interface has the address {address}")
+    return names[0]
 
 
 def is_own_address(address: str) -> bool:
@@ -64,23 +48,14 @@ def is_own_address(address: str) -> bool:
 
 
 def interfaces() -> dict[str, str]:
-    """The interfaces of this host with their IPv4 addresses; those without one are left out."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:_LONGEST_NAME])
-            with suppress(OSError):
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+    """The interfaces of this host with their first IPv4 address; those without are left out."""
+    import psutil
+    return {name: own[0] for name, addresses in psutil.net_if_addrs().items()
+            if (own := [one.address for one in addresses if one.family == socket.AF_INET])}
 
 
 def check_wanted(wanted: Sequence[str]) -> None:
-    """Check names and networks as given to `--network-interface`.
-
-    Raises:
-        ConfigError: One is neither a name nor a network in CIDR form.
-    """
+    """ConfigError where `--network-interface` got neither a name nor a network in CIDR form."""
     for item in wanted:
         if "/" in item:
             try:
@@ -94,19 +69,18 @@ def check_wanted(wanted: Sequence[str]) -> None:
 
 
 def find_interface(wanted: Sequence[str], has: Mapping[str, str]) -> str | None:
-    """The first of `wanted` that is among the interfaces of a host.
+    """The first of `wanted` (names, or CIDR networks) among interfaces with IPv4 addresses."""
+    return next((name for item in wanted for name, address in has.items()
+                 if name == item or ("/" in item and ipaddress.IPv4Address(
+                     address) in ipaddress.IPv4Network(item, strict=False))), None)
 
-    Args:
-        wanted: Names, or networks in CIDR form, which fit by the address of the interface.
-        has: The interfaces of the host with their IPv4 addresses.
-    """
-    for item in wanted:
-        if "/" not in item:
-            if item in has:
-                return item
-            continue
-        network = ipaddress.IPv4Network(item, strict=False)
-        for name, address in has.items():
-            if ipaddress.IPv4Address(address) in network:
-                return name
-    return None
+
+def listed(has: Mapping[str, str]) -> str:
+    """Interfaces with their addresses, for messages."""
+    return ", ".join(f"{name} ({address})" for name, address in has.items()) or "none"
+
+
+def no_interface(host: str, wanted: Sequence[str], has: Mapping[str, str], where: str) -> str:
+    """The message where a host has none of `wanted`, which was given in `where`."""
+    return (f"{host} has no network interface {' or '.join(wanted)}. It has: {listed(has)}. "
+            f"Expected one of these, or a network such as 10.0.0.0/8, in {where}.")

@@ -9,16 +9,7 @@ from keras import layers
 
 
 def digits_mlp(hidden: int = 128, dropout: float = 0.1, classes: int = 10) -> Any:
-    """A two-layer perceptron on flat 8x8 digits.
-
-    Args:
-        hidden: Integer, units of each hidden layer.
-        dropout: Float, share of units dropped.
-        classes: Integer, number of classes.
-
-    Returns:
-        A `keras.Model` from `(batch, 64)` to probabilities `(batch, classes)`.
-    """
+    """A perceptron with two hidden layers on flat digits: `(batch, 64)` to probabilities."""
     return keras.Sequential([
         keras.Input((64,)),
         layers.Dense(hidden, activation="relu"),
@@ -32,15 +23,6 @@ def mlp(features: int = 64, hidden: int = 1024, depth: int = 2, classes: int = 1
     """A perceptron of any size: most of its time goes into moving parameters.
 
     It has about `depth - 1` times `hidden` squared parameters; with the defaults 1,126,410.
-
-    Args:
-        features: Integer, length of an input.
-        hidden: Integer, units of each hidden layer.
-        depth: Integer, number of hidden layers, at least 1.
-        classes: Integer, number of classes.
-
-    Returns:
-        A `keras.Model` from `(batch, features)` to probabilities `(batch, classes)`.
     """
     return keras.Sequential([
         keras.Input((features,)),
@@ -50,14 +32,9 @@ def mlp(features: int = 64, hidden: int = 1024, depth: int = 2, classes: int = 1
 
 
 def digits_cnn(filters: int = 32, classes: int = 10) -> Any:
-    """A small convolutional network on 8x8 digits.
+    """A convolutional network on digits: `(batch, 8, 8, 1)` to probabilities.
 
-    Args:
-        filters: Integer, filters of the first convolution; the second has twice as many.
-        classes: Integer, number of classes.
-
-    Returns:
-        A `keras.Model` from `(batch, 8, 8, 1)` to probabilities `(batch, classes)`.
+    The second convolution has twice as many filters.
     """
     return keras.Sequential([
         keras.Input((8, 8, 1)),
@@ -71,16 +48,7 @@ def digits_cnn(filters: int = 32, classes: int = 10) -> Any:
 
 
 def autoencoder(features: int = 64, code: int = 16, hidden: int = 64) -> Any:
-    """A dense autoencoder.
-
-    Args:
-        features: Integer, length of an input.
-        code: Integer, length of the code in the middle.
-        hidden: Integer, units of the layers around it.
-
-    Returns:
-        A `keras.Model` from `(batch, features)` in [0, 1] to `(batch, features)`.
-    """
+    """A dense autoencoder of inputs `(batch, features)` in [0, 1]."""
     return keras.Sequential([
         keras.Input((features,)),
         layers.Dense(hidden, activation="relu"),
@@ -92,18 +60,9 @@ def autoencoder(features: int = 64, code: int = 16, hidden: int = 64) -> Any:
 
 def text_transformer(vocabulary: int = 96, length: int = 64, width: int = 64, heads: int = 4,
                      blocks: int = 2) -> Any:
-    """A causal Transformer that predicts the next character.
+    """A causal Transformer: characters `(batch, length)` to logits of the next ones.
 
-    Args:
-        vocabulary: Integer, number of characters.
-        length: Integer, characters of an input.
-        width: Integer, width of the embedding.
-        heads: Integer, attention heads.
-        blocks: Integer, Transformer blocks.
-
-    Returns:
-        A `keras.Model` from character numbers `(batch, length)` to logits
-        `(batch, length, vocabulary)`.
+    The logits are `(batch, length, vocabulary)`.
     """
     inputs = keras.Input((length,), dtype="int32")
     # Computed from the input: an embedding of a constant would be a constant, not a layer.

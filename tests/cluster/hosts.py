@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.bench import virtual_hosts as base
-from hvdtrain.bench.namespaces import hear_interrupts, run_ip
+from hvdtrain.bench.virtual_hosts import hear_interrupts, run_checked
 from hvdtrain.errors import MachineError
 from tests.cluster.packages import HOSTS, NotPermittedError, ensure
 
@@ -22,10 +22,11 @@ _LETTERS = "abcdefghi"
 
 
 class VirtualHosts(base.VirtualHosts):
-    """hosta, hostb and so on. A context manager; `up` and `down` do the same by hand."""
+    """hosta, ..., hosti, host10 and so on. A context manager; `up` and `down` do it by hand."""
 
-    def __init__(self, count: int, *, rate: str | None = None) -> None:
-        super().__init__([f"host{letter}" for letter in _LETTERS[:count]], rate=rate)
+    def __init__(self, count: int) -> None:
+        super().__init__([f"host{_LETTERS[number] if number < len(_LETTERS) else number + 1}"
+                          for number in range(count)])
 
     def up(self) -> None:
         """Make the hosts; returns when each one answers on port 22.
@@ -89,18 +90,18 @@ class VirtualHosts(base.VirtualHosts):
 
     def cut(self, name: str) -> None:
         """Unplug the network cable of a host."""
-        run_ip("-n", self._switch, "link", "set", name, "down")
+        run_checked("ip", "-n", self._switch, "link", "set", name, "down")
 
     def join(self, name: str) -> None:
         """Plug it in again."""
-        run_ip("-n", self._switch, "link", "set", name, "up")
+        run_checked("ip", "-n", self._switch, "link", "set", name, "up")
 
     def interface(self, name: str, interface: str, address: str) -> None:
         """Give a host one more network interface, which leads nowhere."""
-        run_ip("-n", self._namespace(name), "link", "add", interface, "type", "veth", "peer",
-               "name", f"{interface}-end")
-        run_ip("-n", self._namespace(name), "addr", "add", address, "dev", interface)
-        run_ip("-n", self._namespace(name), "link", "set", interface, "up")
+        run_checked("ip", "-n", self._namespace(name), "link", "add", interface, "type", "veth",
+                    "peer", "name", f"{interface}-end")
+        run_checked("ip", "-n", self._namespace(name), "addr", "add", address, "dev", interface)
+        run_checked("ip", "-n", self._namespace(name), "link", "set", interface, "up")
 
     @staticmethod
     def _pid_namespace(pid: int) -> str:

@@ -4,6 +4,7 @@ Prints what Horovod and `detect_world` say of its place, as one line of JSON; th
 The time from T_LAUNCH (seconds since the epoch) to the end of `hvd.init()` comes with it.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -11,8 +12,9 @@ import sys
 import sysconfig
 import time
 
-from hvdtrain.runtime.bootstrap import bootstrap
-from hvdtrain.runtime.meet import meet
+from hvdtrain.rendezvous.barrier import rendezvous_barrier
+from hvdtrain.rendezvous.bootstrap import bootstrap
+from hvdtrain.rendezvous.relay import relayed
 from hvdtrain.world import detect_world
 
 
@@ -35,8 +37,9 @@ def main():
         os.environ.update(bootstrap(world, os.environ))
     hvd = horovod()
     if not bare and world.rendezvous != "mpi" and "--mpi" not in sys.argv:
-        meet(world, os.environ)
-    hvd.init()
+        rendezvous_barrier(world, os.environ)
+    with contextlib.nullcontext() if bare else relayed(world, os.environ):
+        hvd.init()
     place = [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()]
     promised = [world.rank, world.size, world.local_rank, world.local_size]
     sys.stdout.write(json.dumps({

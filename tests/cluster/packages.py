@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdtrain.bench.namespaces import PROGRAMS, program
+from hvdtrain.bench.virtual_hosts import PROGRAMS, program
 
 REQUIRE_VARIABLE = "HVDTRAIN_REQUIRE_CLUSTER"
 """Set to 1 where a cluster test that cannot run is a failure (continuous integration)."""

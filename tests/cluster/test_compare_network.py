@@ -39,7 +39,8 @@ def test_two_hosts_with_a_slow_network(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB)
     done = subprocess.run(
         [sys.executable, "-m", "hvdtrain", "compare", "job.toml", "--network", "100mbit",
-         "--hosts", "2", "--engines", "allreduce-gloo,ps-sync", "--rounds", "1", "-o", "out"],
+         "--hosts", "2", "--engines", "allreduce-gloo,ps-sync", "--rounds", "1", "-o", "out",
+         "--predict"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
         check=False)
     assert done.returncode == 0, done.stdout
@@ -50,6 +51,9 @@ def test_two_hosts_with_a_slow_network(tmp_path: Path) -> None:
         sent = told["summary"]["roles"][role]["bytes_sent"]["median"]
         # Counters are read five times a second: the ends of a few seconds are not sharp.
         assert 0.8 <= sent / told["computed"]["roles"][role] <= 1.25, done.stdout
+    # The prediction has the time of the network, and what one rank computes.
+    assert ring["computed"]["predicted_seconds"] > ring["computed"]["seconds"]
+    assert servers["computed"]["predicted_seconds"] is None, "its server stands beside a worker"
     # Never faster than the network; the burst of the limiter is the tolerance. Workers of servers
     # pull, then push: the burst of one direction fills up while the other one is in use.
     for told, tolerance_s in ((ring, 0.1 * ring["computed"]["seconds"]), (servers, 2 * BURST_S)):

@@ -86,10 +86,21 @@ def test_every_rank_knows_its_place(quiet_hosts: VirtualHosts, mark: str) -> Non
 def test_every_rank_reaches_the_rendezvous_and_the_others(quiet_hosts: VirtualHosts, mark: str
                                                           ) -> None:
     program = ("import os; from hvdtrain.world import detect_world; "
-               "from hvdtrain.runtime.meet import meet; "
-               "meet(detect_world(os.environ), os.environ, timeout_s=20); print('met')")
+               "from hvdtrain.rendezvous.barrier import rendezvous_barrier; "
+               "rendezvous_barrier(detect_world(os.environ), os.environ, timeout_s=20); "
+               "print('met')")
     done = launch(quiet_hosts, "-H", ALL, "-v", "--", sys.executable, "-c", program, mark)
     assert (done.returncode, done.stdout.count("met\n")) == (0, 3), done.stdout
+
+
+def test_a_low_limit_of_open_files_is_raised_for_the_launcher_alone(
+        quiet_hosts: VirtualHosts, mark: str) -> None:
+    done = quiet_hosts.run("hosta", [
+        "bash", "-c", 'ulimit -Sn 40; exec "$@"', mark, *LAUNCH, "-H", "hosta:1,hostb:1",
+        *shell('echo "$(hostname) $(ulimit -Sn)" >&2', mark)], cwd=ROOT)
+    found = dict(re.findall(r"^\[\d\] (host.) (\d+)$", done.stdout, flags=re.MULTILINE))
+    assert (done.returncode, found["hosta"]) == (0, "40"), done.stdout
+    assert int(found["hostb"]) > 40  # its own login's
 
 
 def test_hosts_from_a_hostfile(quiet_hosts: VirtualHosts, mark: str, tmp_path: Path) -> None:
@@ -349,23 +360,6 @@ def test_what_ssh_is_told_of_unknown_keys_is_obeyed(fragile_hosts: VirtualHosts,
     line = launch(fragile_hosts, "-H", "hosta:1,hostb:1", "--starter", "mpirun", "--dry-run",
                   *shell("true", mark))
     assert ("accept-new" in line.stdout) == (configured == "ask"), line.stdout
-
-
-def test_kubectl_in_place_of_ssh(quiet_hosts: VirtualHosts, mark: str, tmp_path: Path) -> None:
-    """A kubectl of the test's own, which enters the host by ssh, as no cluster is here."""
-    kubectl = tmp_path / "kubectl"
-    kubectl.write_text('#!/bin/bash\n[ "$1 $2" = "exec -i" ] || exit 9\nhost=$3; shift 3\n'
-                       '[ "$1 $2" = "--container main" ] || exit 8; shift 3\n'
-                       'exec ssh -o StrictHostKeyChecking=accept-new "$host" '
-                       '"$(printf "%q " "$@")"\n', encoding="utf-8")
-    kubectl.chmod(0o755)
-    script = tmp_path / "kubexec.sh"
-    script.write_text(f"#!/bin/sh\nPOD_NAME=$1\nshift\n{kubectl} exec ${{POD_NAME}} --container "
-                      'main -- /bin/sh -c "$*"\n', encoding="utf-8")
-    done = launch(quiet_hosts, "-H", ALL, *shell("hostname >&2", mark),
-                  env={"OMPI_MCA_plm_rsh_agent": str(script)})
-    assert sorted(re.findall(r"^\[\d\] (\w+)$", done.stdout, flags=re.MULTILINE)) == [
-        "hosta", "hostb", "hostc"]
 
 
 def test_the_launcher_itself_leaves_nothing_in_tmp(quiet_hosts: VirtualHosts, mark: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.submit.slurm_script import directive
+from hvdtrain.submit.slurm import directive
 from tests import preload
 from tests.cluster.slurm import PrivateSlurm
 
@@ -128,7 +128,7 @@ def test_odd_names_and_values_arrive_unchanged(slurm: PrivateSlurm, tmp_path: Pa
 def test_a_directive_says_to_slurm_what_was_typed(slurm: PrivateSlurm, tmp_path: Path,
                                                   name: str) -> None:
     script = tmp_path / "script"
-    script.write_text(f"#!/bin/bash\n{directive('job-name', name)}#SBATCH --ntasks=1 --hold\n")
+    script.write_text(f"#!/bin/bash\n{directive('job-name', name)}\n#SBATCH --ntasks=1 --hold\n")
     job = slurm.submit(script, cwd=tmp_path)
     assert slurm.run(["squeue", "-h", "-j", str(job), "-o", "%j"]).stdout == f"{name}\n"
     slurm.run(["scancel", str(job)])

@@ -195,7 +195,7 @@ def test_a_name_that_is_never_known_is_told(hosts: VirtualHosts) -> None:
     config = {"cluster": {"worker": ["nowhere-0:1", "nowhere-1:1"]},
               "task": {"type": "worker", "index": 1}}
     program = ("import os; from hvdtrain.world import detect_world; "
-               "from hvdtrain.runtime.bootstrap import bootstrap; "
+               "from hvdtrain.rendezvous.bootstrap import bootstrap; "
                "bootstrap(detect_world(os.environ), os.environ, timeout_s=1.0)")
     done = hosts.run("hosta", [sys.executable, "-c", program], cwd=ROOT,
                      env=ENV | {"TF_CONFIG": json.dumps(config)})

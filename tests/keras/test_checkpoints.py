@@ -16,12 +16,10 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import CheckpointError, ConfigError
 from hvdtrain.optim.distributed import DistributedOptimizer
 from hvdtrain.settings import replace
-from hvdtrain.train import checkpoint
-from hvdtrain.train.callbacks import coordinator
-from hvdtrain.train.callbacks.saver import SaveTimes
-from hvdtrain.train.callbacks.state import CallbackStates
-from hvdtrain.train.checkpoint import CheckpointStore
-from hvdtrain.train.checkpoint_file import RunState, read_state
+from hvdtrain.train import checkpoint, coordinator
+from hvdtrain.train.callbacks import CallbackStates
+from hvdtrain.train.checkpoint import CheckpointStore, RunState, read_state
+from hvdtrain.train.writers import SaveTimes
 from hvdtrain.whole_file import _place
 
 
@@ -114,7 +112,7 @@ def test_any_error_of_the_writing_thread_is_told(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("background", "threads"), [
-    (True, {"hvdtrain-checkpoint"}), (False, set())])
+    (True, {"hvdtrain-checkpoint_0"}), (False, set())])
 def test_a_thread_of_its_own_writes_where_the_settings_say_so(tmp_path, monkeypatch, background,
                                                               threads):
     found, write = set(), checkpoint.write_file

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.data.divided import divided
-from hvdtrain.data.part import Part
+from hvdtrain.data.plans import Part
 from hvdtrain.errors import DataError
 
 data = tf.data.Dataset

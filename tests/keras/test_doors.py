@@ -14,17 +14,18 @@ import typer.main
 import yaml
 
 import hvdtrain
-from hvdtrain import rank_main
 from hvdtrain.cli.main import app
-from hvdtrain.config import COLLECTIVE_VARIABLE, TrainConfig
+from hvdtrain.collective_names import COLLECTIVE_VARIABLE
+from hvdtrain.config import TrainConfig
 from hvdtrain.entry import load_job
 from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.job import with_default_output
 from hvdtrain.optim.distributed import state_of
 from hvdtrain.optim.options import ReducerOptions
-from hvdtrain.run import run_job, with_default_output
 from hvdtrain.runtime.guard import Guard
 from hvdtrain.session import session_for
 from hvdtrain.settings import replace, settings_in, value_of
+from hvdtrain.train.fit import run_job
 from tests.launch_facts import facts
 
 DATA = (np.zeros((8, 2), "f4"), np.zeros((8, 1), "f4"))
@@ -70,7 +71,6 @@ SETTINGS = {
     "sparse": ("dense", "--sparse dense"),
     "merge": ("none", "--merge none"),
     "compression": ("bf16", "--compression bf16"),
-    "topk_ratio": (0.01, "--topk-ratio 0.01"),
     "approximation_rank": (3, "--approximation-rank 3"),
     "predivide": (4.0, "--predivide 4"),
     "bucket_mb": (2.0, "--bucket-mb 2"),
@@ -142,18 +142,20 @@ def typed(*words):
 @pytest.fixture
 def trained(monkeypatch, tmp_path):
     """The configurations that reached the training of an engine; nothing is trained."""
-    from hvdtrain.engines.tf_distribute import engine
-    from hvdtrain.train.fit import Run, RunResult
+    from hvdtrain.engines import tf_distribute
+    from hvdtrain.engines.parameter_server import supervisor
+    from hvdtrain.train.run import Run, RunResult
     nothing = RunResult(history={}, first_epoch=0, model_path=None)
     seen = []
-    monkeypatch.setattr(rank_main, "run_job", lambda job, config, *_, **__: seen.append(config))
-    monkeypatch.setattr(engine, "fit_with_strategy", lambda _, config, *__, **___: seen.append(
-        config))
-    monkeypatch.setattr(rank_main, "_supervise", lambda config, *_, **__: seen.append(config))
+    monkeypatch.setattr("hvdtrain.train.fit.run_job",
+                        lambda job, config, *_, **__: seen.append(config))
+    monkeypatch.setattr(tf_distribute, "fit_with_strategy",
+                        lambda _, config, *__, **___: seen.append(config))
+    monkeypatch.setattr(supervisor, "supervise", lambda config, *_, **__: seen.append(config))
     monkeypatch.setattr(Run, "fit", lambda run, *_, **__: seen.append(run.config) or nothing)
-    monkeypatch.setattr(rank_main, "is_forked", lambda: True)  # else the process begins anew
+    monkeypatch.setattr(supervisor, "is_forked", lambda: True)  # else the process begins anew
     monkeypatch.setattr(Guard, "fail", lambda guard, error: None)  # else it ends
-    monkeypatch.setattr("hvdtrain.launch.facts.gather_facts", lambda *_: facts())
+    monkeypatch.setattr("hvdtrain.cli.launch.gather_facts", lambda *_: facts())
     monkeypatch.chdir(tmp_path)
     return seen
 
@@ -333,7 +335,7 @@ def test_each_setting_arrives_from_each_door_or_is_refused(name, door, trained):
 
 
 REDUCTIONS = [{"compression": "bf16"}, {"sparse": "dense"}, {"bucket_mb": 2.0}, {"predivide": 4.0},
-            {"compression": "topk", "topk_ratio": 0.01},
+            {"compression": "lowrank", "approximation_rank": 2},
             {"compression": "lowrank", "approximation_rank": 3}]
 
 

@@ -8,11 +8,10 @@ import tensorflow as tf
 import hvdtrain
 from hvdtrain.collectives.single import SingleCollective
 from hvdtrain.errors import CollectiveError, ConfigError, OptimizerError
-from hvdtrain.optim import ReducerOptions, keras_seam, sparse
-from hvdtrain.optim.compression import Wires
-from hvdtrain.optim.kept_back import KeptBack
-from hvdtrain.optim.low_rank import LowRankWire
-from hvdtrain.optim.pattern import GradientKind, Report, refuse_differences
+from hvdtrain.optim import ReducerOptions, keras_seam
+from hvdtrain.optim.compression import PowerSgd
+from hvdtrain.optim.options import GradientKind, choose_way, refuse_differences
+from hvdtrain.optim.reducer import GradientReducer
 
 
 @pytest.fixture(autouse=True)
@@ -30,16 +29,16 @@ class SomeRanks(SingleCollective):
 @pytest.mark.parametrize(("values", "message"), [
     ({"sparse": "rows"}, "sparse must be one of 'auto', 'gather', 'dense'. Received: sparse='r"),
     ({"compression": "fp8"},
-     "compression must be one of 'none', 'fp16', 'bf16', 'topk', 'lowrank'"),
+     "compression must be one of 'none', 'fp16', 'bf16', 'lowrank'"),
     ({"merge": "sum", "op": "min"}, "op must be one of 'average', 'sum', 'adasum'"),
     ({"bucket_bytes": 0}, "bucket_bytes must be at least 1"),
-    ({"topk_ratio": 0.0}, "topk_ratio must be above 0"),
+    ({"compression": "topk"}, "'topk' was removed. Use compression='lowrank'"),
     ({"approximation_rank": 0}, "approximation_rank must be at least 1"),
     ({"predivide": -1.0}, "predivide must be above 0"),
     ({"predivide": 2.0, "compression": "bf16"}, "predivide=2 has no meaning with compression"),
     ({"predivide": 2.0, "op": "sum"}, "predivide splits an average"),
     ({"merge": "none", "sparse": "dense"}, "use sparse='gather' with it"),
-    ({"op": "adasum", "compression": "topk"}, "Adasum cannot be combined"),
+    ({"op": "adasum", "compression": "lowrank"}, "Adasum cannot be combined"),
     ({"op": "adasum", "sparse": "gather"}, "dense gradients only"),
 ])
 def test_options_that_do_not_fit_are_refused(values, message):
@@ -72,12 +71,12 @@ def table(ids, rows=100_000, width=64):
 def choose(ids_of_ranks, options=None, rows=100_000, width=64, *, one_host=False):
     options = options or ReducerOptions()
     ranks = len(ids_of_ranks)
-    wires = Wires(SomeRanks(ranks), options)
+    compression = GradientReducer(SomeRanks(ranks), "test", options).compression
     kinds = [table(ids, rows, width) for ids in ids_of_ranks]
-    return sparse.choose(
+    return choose_way(
         kinds, options, updates_rows=True, one_host=one_host,
-        value_bytes=wires.value_bytes(tf.float32),
-        dense_bytes=wires.of(tf.float32, (rows, width)).dense_bytes((rows, width), 4)).way
+        value_bytes=compression.number_bytes(tf.float32),
+        dense_bytes=compression.dense_bytes((rows, width), tf.float32)).way
 
 
 @pytest.mark.parametrize(("ids", "rows", "way"), [
@@ -99,27 +98,35 @@ def test_within_one_host_a_gather_must_save_more():
     assert choose([640] * 2, rows=2000, one_host=True) == "dense"
 
 
+@pytest.mark.parametrize(("total_mib", "one_host", "given", "expected_mib"), [
+    (18, False, None, 2.25), (0.1, False, None, 1), (2000, False, None, 32), (18, True, None, 32),
+    (18, False, 5 << 20, 5), (18, True, 5 << 20, 5)])
+def test_a_bucket_is_an_eighth_of_the_gradients(total_mib, one_host, given, expected_mib):
+    options = ReducerOptions(bucket_bytes=given)
+    assert options.bucket_for(int(total_mib * (1 << 20)), one_host=one_host) == pytest.approx(
+        expected_mib * (1 << 20), rel=1e-3)
+
+
 def test_what_was_asked_for_is_done():
     assert choose([9, 9], ReducerOptions(sparse="dense")) == "dense"
     assert choose([10 ** 7] * 2, ReducerOptions(sparse="gather")) == "gather"
     assert choose([10 ** 7] * 2, ReducerOptions(merge="none")) == "gather"
-    # The largest elements of the table are fewer bytes than all rows used.
-    assert choose([20_000] * 2, ReducerOptions(compression="topk")) == "dense"
-    assert choose([500] * 2, ReducerOptions(compression="topk")) == "gather"
+    # Two thin matrices for the table are fewer bytes than all rows used.
+    assert choose([20_000] * 2, ReducerOptions(compression="lowrank")) == "dense"
+    assert choose([500] * 2, ReducerOptions(compression="lowrank")) == "gather"
 
 
 @pytest.mark.parametrize(("options", "shape"), [
-    ({"compression": "topk", "topk_ratio": 0.01}, (10 ** 6,)),
-    ({"compression": "topk", "topk_ratio": 0.5}, (10 ** 6,)),
     ({"compression": "lowrank"}, (1000, 1000)),
     ({"compression": "lowrank", "approximation_rank": 1000}, (1000, 1000)),
     ({"compression": "lowrank", "approximation_rank": 1000}, (3, 3, 64, 128)),
     ({"compression": "lowrank"}, (64, 128))])
 def test_parts_of_gradients_are_at_most_a_twentieth_of_the_bytes(options, shape):
     for ranks in (2, 4, 16, 128):
-        wire = Wires(SomeRanks(ranks), ReducerOptions(**options)).of(tf.float32, shape)
-        plain = Wires(SomeRanks(ranks), ReducerOptions()).of(tf.float32, shape)
-        assert 0 < wire.dense_bytes(shape, 4) <= 0.05 * plain.dense_bytes(shape, 4), ranks
+        sent, whole = (
+            GradientReducer(SomeRanks(ranks), "test", chosen).compression.dense_bytes(
+                shape, tf.float32) for chosen in (ReducerOptions(**options), ReducerOptions()))
+        assert 0 < sent <= 0.05 * whole, ranks
 
 
 @pytest.mark.parametrize(("shape", "form"), [
@@ -127,8 +134,8 @@ def test_parts_of_gradients_are_at_most_a_twentieth_of_the_bytes(options, shape)
     ((3, 3, 32, 64), (288, 64, 8)), ((3, 3, 256, 1), (9, 256, 4)), ((128, 10), (128, 10, 4)),
     ((1000,), (1, 1000, 0)), ((), (1, 1, 0)), ((4, 4), (4, 4, 0))])
 def test_a_tensor_becomes_a_matrix_and_small_ones_travel_whole(shape, form):
-    wire = LowRankWire(SomeRanks(4), ReducerOptions(compression="lowrank"), KeptBack())
-    assert wire.form(shape) == form
+    compression = PowerSgd(SomeRanks(4), ReducerOptions(compression="lowrank"))
+    assert compression.form(shape) == form
 
 
 @pytest.mark.parametrize(("name", "settings", "ids", "form"), [
@@ -137,13 +144,13 @@ def test_a_tensor_becomes_a_matrix_and_small_ones_travel_whole(shape, form):
     ("Adagrad", {}, 500, "sparse"), ("Adagrad", {}, None, "sparse")])
 def test_rows_are_kept_apart_for_optimizers_that_update_rows(name, settings, ids, form):
     optimizer = getattr(keras.optimizers, name)(**settings)
-    choice = sparse.choose([table(ids)] * 2, ReducerOptions(sparse="gather"), value_bytes=4,
-                           dense_bytes=0, updates_rows=keras_seam.updates_rows(optimizer))
+    choice = choose_way([table(ids)] * 2, ReducerOptions(sparse="gather"), value_bytes=4,
+                        dense_bytes=0, updates_rows=keras_seam.updates_rows(optimizer))
     assert (choice.way, choice.form) == ("gather", form)
 
 
 def report(*kinds, reducer="hvdtrain.opt0", options="sparse='auto'"):
-    return Report(reducer=reducer, options=options, kinds=kinds)
+    return reducer, options, kinds
 
 
 def kind(index, name="v", form="dense", dtype="float32", shape=(5, 6), ids=None):

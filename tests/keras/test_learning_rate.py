@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 import hvdtrain
-from hvdtrain.cli.lr import lr_command
+from hvdtrain.cli.job import lr_command
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.source import ArraySource
 from hvdtrain.errors import ConfigError
 from hvdtrain.optim.distributed import DistributedOptimizer
-from hvdtrain.train.lr_curve import learning_rates
-from hvdtrain.train.schedule import scale_factor
+from hvdtrain.train.schedule import learning_rates, scale_factor
 
 JOB = """
 import keras

@@ -101,6 +101,13 @@ def test_a_method_with_another_signature_is_refused_by_name(monkeypatch):
         keras_seam.check_keras()
 
 
+def test_a_loss_scale_optimizer_that_applies_elsewhere_is_refused_by_name(monkeypatch):
+    """`calling_loss_scale` looks for this method on the stack."""
+    monkeypatch.delattr(keras.optimizers.LossScaleOptimizer, "_stateful_handle_finite_grads")
+    with pytest.raises(OptimizerError, match=r"LossScaleOptimizer\._stateful_handle_finite_grads"):
+        keras_seam.check_keras()
+
+
 def test_the_self_test_finds_a_keras_that_clips_elsewhere(monkeypatch):
     original = keras.optimizers.Optimizer._backend_apply_gradients
 

@@ -8,12 +8,12 @@ import pytest
 
 import hvdtrain
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.shard import ShardPlan
+from hvdtrain.data.plans import ShardPlan
 from hvdtrain.optim.distributed import DistributedOptimizer
 from hvdtrain.settings import replace
-from hvdtrain.train.callbacks import coordinator
-from hvdtrain.train.callbacks.coordinator import StoppedError
-from hvdtrain.train.checkpoint_file import read_state
+from hvdtrain.train import coordinator
+from hvdtrain.train.checkpoint import read_state
+from hvdtrain.train.coordinator import StoppedError
 
 STEPS = 25
 

@@ -5,8 +5,8 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain
+from hvdtrain.data.plans import StreamPlan
 from hvdtrain.data.stream import stream_dataset
-from hvdtrain.data.stream_plan import StreamPlan
 
 
 @pytest.mark.parametrize("counts", [(9, 12), (12, 9), (9, 9), (8, 8)])

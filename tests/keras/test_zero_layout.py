@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hvdtrain.optim.zero_layout import Span, VariableFacts, choose_owners, plan_buckets
+from hvdtrain.optim.zero_parts import Span, VariableFacts, plan_buckets, plan_owners
 
 MIB = 1 << 20
 
@@ -17,7 +17,7 @@ def covered(buckets, sizes, ranks):
     counts = [np.zeros(size, int) for size in sizes]
     for bucket in buckets:
         for rank in range(ranks):
-            spans = bucket.spans_of(rank)
+            spans = bucket.owned[rank]
             assert sum(map(len, spans)) + bucket.padding_of(rank) == bucket.part
             for span in spans:
                 counts[span.variable][span.start:span.stop] += 1
@@ -51,7 +51,8 @@ def test_each_element_belongs_to_one_rank(sizes, ranks, bucket_bytes):
 def test_a_large_variable_has_a_bucket_of_its_own_and_is_cut_where_it_is_too_large():
     large = 5 * MIB
     buckets = plan_buckets(facts(10, large, 20), ranks=2, bucket_bytes=8 * MIB)
-    assert [bucket.spans for bucket in buckets] == [
+    spans = [tuple(span for span, _ in bucket.layout() if span) for bucket in buckets]
+    assert spans == [
         tuple([Span(variable=1, start=start, stop=min(large, start + 2 * MIB))])
         for start in range(0, large, 2 * MIB)] + [
         (Span(variable=2, start=0, stop=20), Span(variable=0, start=0, stop=10))]
@@ -60,13 +61,15 @@ def test_a_large_variable_has_a_bucket_of_its_own_and_is_cut_where_it_is_too_lar
 def test_what_decays_and_what_does_not_are_apart_and_so_are_dtypes():
     mixed = [*facts(4), *facts(4, decays=False), *facts(4, dtype="float64"), *facts(4)]
     buckets = plan_buckets(mixed, ranks=2, bucket_bytes=MIB)
-    kinds = {(b.dtype, b.decays): sorted(s.variable for s in b.spans) for b in buckets}
+    kinds = {(b.dtype, b.decays): sorted({span.variable for span, _ in b.layout() if span})
+             for b in buckets}
     assert kinds == {("float32", True): [0, 3], ("float32", False): [1], ("float64", True): [2]}
 
 
 def test_owners_have_about_as_much_each():
     sizes = [700, 300, 300, 200, 100, 100, 50, 50]
-    owners = choose_owners(sizes, 3)
-    loads = [sum(s for s, o in zip(sizes, owners, strict=True) if o == rank) for rank in range(3)]
-    assert loads == [700, 550, 550]
-    assert choose_owners([5], 3) == (0,)
+    (bucket,) = plan_owners(facts(*sizes), ranks=3)
+    assert [sum(map(len, spans)) for spans in bucket.owned] == [700, 550, 550]
+    assert all((count == 1).all() for count in covered([bucket], sizes, 3))
+    (bucket,) = plan_owners(facts(5), ranks=3)
+    assert bucket.owned == ((Span(variable=0, start=0, stop=5),), (), ())

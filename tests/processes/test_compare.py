@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.bench.runner import run_once
-from hvdtrain.launch.signals import SignalInbox
+from hvdtrain.bench.compare import run_once
+from hvdtrain.process import SignalInbox
 from tests import preload
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,12 +13,13 @@ import time
 from pathlib import Path
 
 import packaging
+import psutil
 import pytest
 
-from hvdtrain.doctor.probe.command import ask
-from hvdtrain.doctor.session import HostSession, HostSilentError
+from hvdtrain.doctor.probe_client import HostSilentError, ProbeClient, start_program
 from hvdtrain.errors import EXIT_TIME_OVER
-from hvdtrain.launch.remote_shell import RemoteOptions
+from hvdtrain.launch.options import RemoteOptions
+from hvdtrain.process import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = (sys.executable, "-m", "hvdtrain", "doctor")
@@ -64,10 +65,10 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def opened(host: str = "hostb") -> HostSession:
-    session = HostSession(host, RemoteOptions())
-    session.start()
-    return session
+def opened(host: str = "hostb") -> ProbeClient:
+    client = ProbeClient(host, RemoteOptions(), {"PYTHONPATH": str(ROOT)})
+    client.start()
+    return client
 
 
 def test_this_machine_is_well(tmp_path: Path) -> None:
@@ -152,7 +153,8 @@ def test_a_python_without_tensorflow(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     needed = tmp_path / "needed"
     needed.mkdir()
-    (needed / "packaging").symlink_to(Path(packaging.__file__).parent)
+    for package in (packaging, psutil):
+        (needed / package.__name__).symlink_to(Path(package.__file__).parent)
     program = """
 import json, os
 from dataclasses import asdict
@@ -202,7 +204,7 @@ def test_a_program_that_hangs_is_killed_with_its_children_at_its_limit(tmp_path:
     pids = tmp_path / "pids"
     text = f"trap '' TERM; sleep 600 & echo $$ $! > {pids}; wait; sleep 600"
     began = time.monotonic()
-    said = ask(["bash", "-c", text], limit_s=0.5)
+    said = run_program(["bash", "-c", text], limit_s=0.5)
     assert time.monotonic() - began < 5
     assert (said.code, said.last_line) == (EXIT_TIME_OVER, "no answer in 0.5 s")
     assert [pid for pid in pids.read_text().split() if is_alive(int(pid))] == []
@@ -210,36 +212,35 @@ def test_a_program_that_hangs_is_killed_with_its_children_at_its_limit(tmp_path:
 
 def test_a_host_is_asked_through_ssh(fake_ssh, tmp_path: Path) -> None:
     fake_ssh(RUN_HERE)
-    session = opened()
-    assert abs(session.ask("clock", limit_s=20)["time"] - time.time()) < 5
+    client = opened()
+    assert abs(client.ask("clock", limit_s=20) - time.time()) < 5
     (tmp_path / "file").write_text("word")
-    answer = session.ask("file", limit_s=20, paths=[str(tmp_path / "file")], token="word")
-    assert answer == {str(tmp_path / "file"): True}
-    session.close()
-    assert session.noise == []
+    assert client.ask("file", limit_s=20, file=str(tmp_path / "file"), token="word") is True
+    client.close()
+    assert client.noise == []
 
 
 def test_the_ports_of_two_hosts(fake_ssh, tmp_path: Path) -> None:
     fake_ssh(RUN_HERE)
-    sessions = [opened("a"), opened("b")]
-    ports = [session.ask("facts", limit_s=60, token="word", peers=[], env={},
-                         directory=str(tmp_path))["network"]["port"] for session in sessions]
+    clients = [opened("a"), opened("b")]
+    ports = [client.ask("facts", limit_s=60, token="word", peers=[],
+                         directory=str(tmp_path))["network"]["port"] for client in clients]
     target = {"host": "b", "address": "127.0.0.1", "port": ports[1]}
     closed = target | {"host": "closed", "port": 1}
-    assert sessions[0].ask("connect", limit_s=20, token="word", targets=[target, closed]) == {
+    assert clients[0].ask("connect", limit_s=20, token="word", targets=[target, closed]) == {
         "b": "", "closed": "127.0.0.1: Connection refused"}
-    assert sessions[0].ask("connect", limit_s=20, token="other", targets=[target]) == {
+    assert clients[0].ask("connect", limit_s=20, token="other", targets=[target]) == {
         "b": "127.0.0.1 is answered by another"}
-    for session in sessions:
-        session.close()
+    for client in clients:
+        client.close()
 
 
 def test_what_login_scripts_print_is_no_answer(fake_ssh) -> None:
     fake_ssh(f"echo Welcome to hostb; echo -n 'Quota: '; {RUN_HERE}")
-    session = opened()
-    assert "time" in session.ask("clock", limit_s=20)
-    session.close()
-    assert session.noise == ["Welcome to hostb", "Quota:"]
+    client = opened()
+    assert client.ask("clock", limit_s=20) > 0
+    client.close()
+    assert client.noise == ["Welcome to hostb", "Quota:"]
 
 
 @pytest.mark.parametrize(("text", "code", "words"), [
@@ -263,14 +264,14 @@ def test_why_a_host_does_not_answer_is_kept(fake_ssh, text: str, code: int, word
 ])
 def test_a_host_that_hangs_does_not_hang_the_doctor(fake_ssh, text: str) -> None:
     fake_ssh(text)
-    session = opened()
+    client = opened()
     began = time.monotonic()
     with pytest.raises(HostSilentError):
-        session.ask("clock", limit_s=1)
-    session.close()
+        client.ask("clock", limit_s=1)
+    client.close()
     assert time.monotonic() - began < 8
     with pytest.raises(HostSilentError, match="an earlier question"):
-        session.ask("clock", limit_s=1)
+        client.ask("clock", limit_s=1)
 
 
 def test_without_ssh_the_repair_is_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -282,25 +283,38 @@ def test_without_ssh_the_repair_is_to_install_it(tmp_path: Path, monkeypatch: py
 
 def test_an_old_python_says_so() -> None:
     # No older interpreter is here, so this one is made to ask for a newer.
-    boot = (ROOT / "hvdtrain/doctor/probe/boot.py").read_text()
-    newer = boot.replace("OLDEST = (3, 11)", "OLDEST = (99, 0)")
-    assert newer != boot
+    newer = start_program({}, oldest=(99, 0))
     done = subprocess.run([sys.executable, "-I", "-S", "-c", newer], capture_output=True, text=True,
                           stdin=subprocess.DEVNULL, check=False)
-    told = json.loads(done.stdout.removeprefix("HVDTRAIN-DOCTOR "))
-    assert told == {"too_old": ".".join(map(str, sys.version_info[:3]))}
+    assert (done.returncode, done.stderr) == (
+        1, f"Python {'.'.join(map(str, sys.version_info[:3]))} is too old\n")
+
+
+def test_a_host_without_hvdtrain_says_so(fake_ssh, tmp_path: Path,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_ssh(RUN_HERE)
+    # Found before the one that is installed, also by the finder of an editable installation.
+    (tmp_path / "hvdtrain").mkdir()
+    (tmp_path / "hvdtrain" / "__init__.py").touch()
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.meta_path = [one for one in sys.meta_path if 'Editable' not in str(one)]")
+    monkeypatch.chdir(tmp_path)
+    client = ProbeClient("hostb", RemoteOptions(), {"PYTHONPATH": str(tmp_path)})
+    client.start()
+    with pytest.raises(HostSilentError, match="No module named 'hvdtrain.doctor'") as caught:
+        client.ask("clock", limit_s=20)
+    assert caught.value.code == 1
 
 
 def test_a_probe_whose_doctor_was_killed_ends(fake_ssh) -> None:
     fake_ssh(RUN_HERE)
-    session = opened()
-    session.ask("clock", limit_s=20)
-    process = session._process
+    client = opened()
+    client.ask("clock", limit_s=20)
+    process = client._process
     assert process is not None
     process.stdin.close()
     assert process.wait(timeout=10) == 0
-    process.stdout.close()
-    process.stderr.close()
+    client.close()
 
 
 @pytest.mark.parametrize(("number", "code"), [

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import BuildError, ConfigError
+from hvdtrain.process import StopFlag
 from hvdtrain.runtime.guard import exit_code_of, install
-from hvdtrain.runtime.stop import StopFlag
 from hvdtrain.world import detect_world
 from hvdtrain.world.failure import FailureRecord
 
@@ -137,11 +137,12 @@ def test_ranks_that_fail_alike_print_why_and_not_what_horovod_makes_of_it(tmp_pa
     program.write_text(
         "import os, time\nfrom hvdtrain.errors import ConfigError\n"
         "from hvdtrain.runtime.guard import ScriptGuard\n"
-        "from hvdtrain.runtime.meet import meet\nfrom hvdtrain.world import detect_world\n"
+        "from hvdtrain.rendezvous.barrier import rendezvous_barrier\n"
+        "from hvdtrain.world import detect_world\n"
         "from tests.cluster.light_rank import horovod\n"
         "guard = ScriptGuard(os.environ)\nguard.install()\n"
         "world = guard.world = detect_world(os.environ)\nhvd = horovod()\n"
-        "meet(world, os.environ)\nhvd.init()\ntime.sleep(0.1 * world.rank)\n"
+        "rendezvous_barrier(world, os.environ)\nhvd.init()\ntime.sleep(0.1 * world.rank)\n"
         "raise ConfigError('epochs is 0.')\n", encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "hvdtrain", "launch", "-np", "2", "--starter", "native", "--",

@@ -8,19 +8,20 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
 
+from hvdtrain.launch import native
 from hvdtrain.launch.agent import MARK
-from hvdtrain.launch.console import Console
 from hvdtrain.launch.link import AgentLink
 from hvdtrain.launch.native import NativeJob
 from hvdtrain.launch.options import LaunchOptions
+from hvdtrain.launch.output import RankOutput
 from hvdtrain.launch.plan import make_plan
-from hvdtrain.launch.signals import SignalInbox
-from hvdtrain.world.secret import SECRET_VARIABLE, new_secret
+from hvdtrain.process import SignalInbox
+from hvdtrain.rendezvous.secret import SECRET_VARIABLE, new_secret
 from tests.launch_facts import facts
 
 LIMIT_S = 10.0
@@ -51,6 +52,30 @@ def test_what_no_agent_sends_ends_the_link_and_is_told(said: bytes) -> None:
     assert "it sent what no agent sends" in link.last_words[-1]
 
 
+def test_so_many_logins_at_once_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of seven hosts, three at a time; one of them says nothing, and one ends at once."""
+    monkeypatch.setattr(native, "_ANSWER_LIMIT_S", 1.5)
+    links = {name: AgentLink(name, [], None) for name in "abcdefg"}
+    most, broken = 0, iter(["import sys; sys.stdin.read()", "raise SystemExit(9)"])
+
+    def begin(command: Sequence[str]) -> subprocess.Popen[bytes]:
+        nonlocal most
+        waiting = sum(link._process is not None and link.facts is None for link in links.values())
+        most = max(most, waiting + 1)
+        program = next(broken, None)
+        return start(command if program is None else [sys.executable, "-c", program])
+
+    problems = native._await_facts(links, lambda link: link.start(begin), lambda silent: False,
+                                   at_once=3)
+    for link in links.values():
+        link.reap(1.0)
+    assert most == 3
+    assert sorted(problems) == ["a", "b"]
+    assert problems["a"].startswith("no answer in 1.5 s")
+    assert problems["b"].startswith("exit code 9")
+    assert all(links[name].facts is not None for name in "cdefg")
+
+
 HOSTILE = f"""
 import json, os, sys, time
 def send(message, payload=b""):
@@ -73,19 +98,20 @@ def test_an_agent_speaks_for_the_ranks_of_its_own_host_only() -> None:
     out, err = io.StringIO(), io.StringIO()
     sources: list[str] = []
 
-    def start_agent(command: Sequence[str]) -> subprocess.Popen[bytes]:
-        hostile = command[0] == "ssh"
-        return start([sys.executable, "-I", "-S", "-c", HOSTILE] if hostile else command)
+    class Job(NativeJob):
+        def start_process(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+            hostile = command[0] == "ssh"
+            return start([sys.executable, "-I", "-S", "-c", HOSTILE] if hostile else command)
 
-    def open_rendezvous(addresses: Sequence[str], those: Sequence[str]) -> dict[str, int]:
-        sources.extend(those)
-        return dict.fromkeys(addresses, 1)
+        def open_rendezvous(self, addresses: Collection[str],
+                            those: Sequence[str]) -> dict[str, int]:
+            sources.extend(those)
+            return dict.fromkeys(addresses, 1)
 
-    console: Any = Console(2, out=out, err=err, directory=None, verbose=True)
+    output: Any = RankOutput(2, out=out, err=err, directory=None, verbose=True)
     with SignalInbox() as inbox:
-        end = NativeJob(plan, console).run(start_agent, {SECRET_VARIABLE: new_secret()}, inbox,
-                                           open_rendezvous)
-    console.close()
+        end = Job(plan, output, {SECRET_VARIABLE: new_secret()}).run(inbox)
+    output.close()
     assert end.code == 0, (end.report, err.getvalue())
     assert "mine" in out.getvalue()
     assert "forged" not in out.getvalue()

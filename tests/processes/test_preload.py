@@ -27,6 +27,7 @@ from hvdtrain.preload.client import (
 )
 from hvdtrain.preload.server import server_command
 from tests.launch_facts import facts
+from tests.preload import STAND_IN
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNTING = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -314,9 +315,6 @@ def test_a_program_runs_as_a_new_process_where_it_is_refused(preloader, capfd):
         process = start_program([sys.executable, "-c", code],
                                 env=env | {"SERVER": str(preloader.pid)}, stdin=-3)
         assert process.wait(10.0) == shown
-
-
-STAND_IN = (sys.executable, "-IS", client.__file__)
 
 
 def test_a_process_stands_for_a_fork(preloader):

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.runtime.bootstrap import candidate_ports, start_bootstrap
+from hvdtrain.rendezvous.bootstrap import candidate_ports, start_bootstrap
+from hvdtrain.rendezvous.secret import JobKey
 from hvdtrain.world import detect_world
-from hvdtrain.world.secret import JobKey
 
 LIMIT_S = 20.0
 SAYS_WITHIN_S, ENDS_WITHIN_S = 12.0, 2.0  # 5 s and at once, on a loaded machine
@@ -27,10 +27,10 @@ HEAD = """
 import os, sys, time
 from hvdtrain import log
 from hvdtrain.runtime import guard
-from hvdtrain.runtime.bootstrap import bootstrap
-from hvdtrain.runtime.exchange import exchange, open_store
-from hvdtrain.runtime.meet import meet
-from hvdtrain.runtime.store import Store
+from hvdtrain.rendezvous.bootstrap import bootstrap
+from hvdtrain.rendezvous.barrier import exchange, open_rendezvous
+from hvdtrain.rendezvous.barrier import rendezvous_barrier
+from hvdtrain.rendezvous.client import RendezvousClient
 from hvdtrain.world import detect_world
 world = detect_world(os.environ)
 log.configure(log.rank_prefix(world.rank, world.size, world.host))
@@ -38,15 +38,15 @@ log.configure(log.rank_prefix(world.rank, world.size, world.host))
 RANK = HEAD + """
 with guard.install(world, os.environ):
     env = dict(os.environ) | bootstrap(world, os.environ, timeout_s=20)
-    meet(world, env, timeout_s=20)
-    store = Store.of(env, "hvdtrain.test")
+    rendezvous_barrier(world, env, timeout_s=20)
+    store = RendezvousClient.of(env, "hvdtrain.test")
     print("met", *exchange(store, world, "mark", os.environ["MARK"], timeout_s=20), flush=True)
     if world.is_chief:
         time.sleep(1.0)  # it serves the store
 """
 UNDER_TENSORFLOW = HEAD + """
 import socket
-from hvdtrain.engines.tf_distribute.cluster import find_cluster
+from hvdtrain.engines.tf_distribute.choice import find_cluster
 with guard.install(world, os.environ):
     cluster = find_cluster(world, os.environ, timeout_s=60)
     own = cluster.addresses["worker"][cluster.task_index]
@@ -137,8 +137,8 @@ def test_processes_of_tensorflow_meet_before_it_listens() -> None:
 
 
 TWO_PROGRAMS = HEAD + """
-meet(world, os.environ, timeout_s=20)
-store = open_store(world, os.environ, "hvdtrain.test")
+rendezvous_barrier(world, os.environ, timeout_s=20)
+store = open_rendezvous(world, os.environ, "hvdtrain.test")
 print(*exchange(store, world, "mark", f"{sys.argv[1]}{world.rank}", timeout_s=20), flush=True)
 """
 
@@ -160,7 +160,7 @@ def test_a_rank_may_run_one_program_after_the_other(tmp_path: Path, between: str
 
 
 def test_two_programs_of_one_rank_at_once_are_refused() -> None:
-    line = f"{sys.executable} -c '{HEAD}meet(world, os.environ); time.sleep(3)'"
+    line = f"{sys.executable} -c '{HEAD}rendezvous_barrier(world, os.environ); time.sleep(3)'"
     done = subprocess.run(
         [sys.executable, "-m", "hvdtrain", "launch", "-np", "2", "-v", "--", "sh", "-c",
          f"{line} & sleep 1; {line}"], capture_output=True, text=True, timeout=60, check=False)
@@ -168,8 +168,17 @@ def test_two_programs_of_one_rank_at_once_are_refused() -> None:
     assert re.search(r"Rank [01] of this job is taken: process \d+ on localhost ", done.stderr)
 
 
-ELASTIC = ("launch", "--starter", "horovodrun", "-np", "2", "--min-np", "1",
-           "--host-discovery-script")
+UNDER_MPIRUN = """
+import sys
+from hvdtrain.launch.execute import launch
+from hvdtrain.launch.facts import Mpirun
+from hvdtrain.launch.options import LaunchOptions
+from hvdtrain.launch.plan import make_plan
+from tests.launch_facts import facts
+machine = facts(mpirun=Mpirun(path=sys.argv[1], flavour="openmpi", version="5.0.11"))
+options = LaunchOptions(command=("prog",), np=2, starter="mpirun")
+sys.exit(launch(make_plan(options, {}, machine)))
+"""
 WAITING = {
     "a rank without rank 0": (RANK, 1, r"Waiting for rank 0 on 127\.0\.0\.1, which serves the "
                               r"rendezvous at 127\.0\.0\.1, port \d+"),
@@ -180,8 +189,8 @@ WAITING = {
     "a process of TensorFlow": (UNDER_TENSORFLOW, 1, r"Waiting for rank 0 on 127\.0\.0\.1, which "
                                 r"serves the rendezvous at 127\.0\.0\.1, port \d+"),
     "rank 0 of TensorFlow": (UNDER_TENSORFLOW, 0, r"Waiting for rank 1 on 127\.0\.0\.1, rank 2"),
-    "horovodrun, elastic": ("", 0, "waiting for horovodrun, which with elastic options and "
-                            "without --network-interface waits for a second host, up to 600 s"),
+    "mpirun": ("", 0, r"waiting for mpirun \(process \d+\); no rank on localhost has written "
+               "anything yet: 5 s so far"),
 }
 
 
@@ -205,9 +214,9 @@ def held_ports(ports: list[int]) -> list[socket.socket]:
 def waiting(tmp_path_factory: pytest.TempPathFactory
             ) -> Iterator[dict[str, subprocess.Popen[str]]]:
     """All of `WAITING`, started at once."""
-    script = tmp_path_factory.mktemp("hosts") / "discover"
-    script.write_text("#!/bin/sh\necho localhost:2\n")
-    script.chmod(0o755)
+    mpirun = tmp_path_factory.mktemp("bin") / "mpirun"
+    mpirun.write_text("#!/bin/sh\nexec sleep 60\n")
+    mpirun.chmod(0o755)
     made = {}
     ports = free_ports(3)
     deaf = held_ports(ports)
@@ -218,7 +227,7 @@ def waiting(tmp_path_factory: pytest.TempPathFactory
             made[name] = start(program, environment(free_ports(3), rank, MARK="x"))
         else:
             made[name] = subprocess.Popen(
-                [sys.executable, "-m", "hvdtrain", *ELASTIC, str(script), "--", "true"], text=True,
+                [sys.executable, "-c", UNDER_MPIRUN, str(mpirun)], text=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     yield made
     for one in deaf:
@@ -251,6 +260,6 @@ def test_who_waits_says_for_whom_and_heeds_sigterm(
     process.send_signal(signal.SIGTERM)
     code = process.wait(LIMIT_S)
     assert time.monotonic() - began < ENDS_WITHIN_S
-    assert code == (143 if "horovodrun" in name else 75), process.stderr.read()
+    assert code == (143 if name == "mpirun" else 75), process.stderr.read()
     if code == 75:
         assert "Stopped on request (SIGTERM) while waiting for rank" in process.stderr.read()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.runtime.usage import Connections, Usage, start_usage
+from hvdtrain.bench.usage import Connections, Usage, start_usage
 
 ROOT = Path(__file__).resolve().parents[2]
 BYTES = 20_000_000
@@ -79,7 +79,7 @@ def test_a_descriptor_that_others_use_is_left_as_it_was():
 
 PROGRAM = """
 import os, socket, sys, time
-from hvdtrain.runtime.usage import start_usage
+from hvdtrain.bench.usage import start_usage
 start_usage("worker0", os.environ)
 with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as connection:
     connection.sendall(bytes(int(sys.argv[2])))

@@ -20,7 +20,7 @@ from hvdtrain.errors import EXIT_TIME_OVER as EXIT_HANG
 from hvdtrain.launch.execute import launch
 from hvdtrain.launch.options import LaunchOptions
 from hvdtrain.launch.plan import make_plan
-from hvdtrain.runtime.watchdog.judge import LOST_GRACE_S
+from hvdtrain.runtime.watchdog_judge import LOST_GRACE_S
 from tests.launch_facts import facts
 
 ROOT = Path(__file__).parents[2]

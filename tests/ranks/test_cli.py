@@ -218,13 +218,14 @@ def test_settings_of_the_launcher_act_in_a_script(tmp_path):
         assert told in done.stdout
 
 
-@pytest.mark.parametrize(("call", "does"), [
-    ("fit(x, x)", "calls fit"), ("save('m.keras')", "saves a model")])
-def test_a_call_of_one_rank_only_is_told(call, does, tmp_path):
+@pytest.mark.parametrize(("call", "does", "collective"), [
+    ("fit(x, x)", "calls fit", "shared-memory"), ("fit(x, x)", "calls fit", "horovod-gloo"),
+    ("save('m.keras')", "saves a model", "shared-memory")])
+def test_a_call_of_one_rank_only_is_told(call, does, collective, tmp_path):
     (tmp_path / "script.py").write_text(LAUNCHED.split("history =")[0] + (
         "x = np.ones((16, 4), 'f4')\nif hvdtrain.is_chief():\n    model." + call))
-    done = run(HVDTRAIN, "launch", "-np", "2", "--", sys.executable, "script.py",
-               cwd=tmp_path, **preload.environment())
+    done = run(HVDTRAIN, "launch", "-np", "2", "--collective", collective, "--",
+               sys.executable, "script.py", cwd=tmp_path, **preload.environment())
     assert done.returncode == 6, done.stderr
     told = "which all ranks must do, and another rank has ended"
     assert done.stderr.count(f"[0] hvdtrain: This rank {does}, {told}") == 1, done.stderr
@@ -388,7 +389,7 @@ def test_an_older_open_mpi_under_a_newer_mpirun_does_not_train_alone(job, tmp_pa
     library = str(folder / "lib")
     done = run(BIN / "mpirun", "--bind-to", "none", "--oversubscribe", "-np", "2",
                "env", f"LD_LIBRARY_PATH={library}", f"OPAL_PREFIX={folder}",
-               HVDTRAIN, "fit", job, "-o", tmp_path / "o")
+               HVDTRAIN, "fit", job, "--collective", "horovod-mpi", "-o", tmp_path / "o")
     assert done.returncode != 0
     assert not (tmp_path / "o").exists()
     assert "finds it alone" in done.stderr + done.stdout

@@ -7,8 +7,10 @@ import sys
 import numpy as np
 import pytest
 
+from hvdtrain.collective_names import COLLECTIVES
+
 ALL = [pytest.param(name, marks=pytest.mark.ranks(2, collective=name), id=name)
-       for name in ("horovod-gloo", "horovod-mpi", "mpi4py")]
+       for name in COLLECTIVES if name != "single"]
 
 
 @pytest.mark.parametrize("collective", ALL)
@@ -125,8 +127,9 @@ def test_bits_of_sixteen_are_gathered_in_a_graph(collective, rank_session, tf):
                                       [value, value, value + 1, value + 1])
 
 
-@pytest.mark.ranks(2, collective="mpi4py")
-def test_a_subset_over_mpi(rank_session, tf):
+@pytest.mark.parametrize("collective", [
+    each for each in ALL if each.id in ("mpi4py", "shared-memory")])
+def test_a_subset_of_ranks(collective, rank_session, tf):
     rank = rank_session.world.rank
     part = rank_session.collective.subset([1])
     assert (part is None) == (rank == 0)
@@ -150,9 +153,10 @@ def test_a_subset_without_dynamic_process_sets_says_what_to_set(rank_session):
 
 
 ON_SUBSETS = """
+import sys
 import keras, numpy as np, tensorflow as tf
 import hvdtrain
-session = hvdtrain.init()
+session = hvdtrain.init(collective=sys.argv[1])
 rank = session.world.rank
 pair = session.collective.subset([2, 0])
 one = session.collective.subset([1])
@@ -172,19 +176,21 @@ print("done", flush=True)
 """
 
 
-def test_subsets_of_horovod_reduce_apart_from_each_other(tmp_path):
+@pytest.mark.parametrize("collective", ["horovod-gloo", "shared-memory"])
+def test_subsets_reduce_apart_from_each_other(tmp_path, collective):
     program = tmp_path / "on_subsets.py"
     program.write_text(ON_SUBSETS)
     done = subprocess.run(
         [sys.executable, "-m", "hvdtrain", "launch", "-np", "3", "--timeout", "200", "--",
-         sys.executable, str(program)], text=True, capture_output=True, check=False,
+         sys.executable, str(program), collective], text=True, capture_output=True, check=False,
         env={**os.environ, "HOROVOD_DYNAMIC_PROCESS_SETS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "done" in done.stdout
 
 
 @pytest.mark.parametrize("collective", [
-    *ALL, pytest.param("horovod-gloo", marks=pytest.mark.ranks(3), id="3-ranks")])
+    *ALL, *(pytest.param(name, marks=pytest.mark.ranks(3, collective=name), id=f"{name}-3-ranks")
+            for name in ("horovod-gloo", "shared-memory"))])
 @pytest.mark.parametrize("rows", [1, 40_000])
 def test_reduce_scatter_gives_each_rank_its_part_of_the_reduced_tensor(
         collective, rows, rank_session, tf):

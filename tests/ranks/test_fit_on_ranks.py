@@ -270,7 +270,7 @@ def test_figures_of_evaluate_are_those_of_one_process(kind, rank_session, keras)
 
 
 @RANKS
-def test_predictions_come_in_order_on_every_rank(rank_session, keras):
+def test_predictions_come_in_order_on_every_rank(rank_session, keras, tf):
     import hvdtrain
     keras.utils.set_random_seed(3)
     inputs = keras.Input((6,))
@@ -278,13 +278,15 @@ def test_predictions_come_in_order_on_every_rank(rank_session, keras):
                                  "b": keras.layers.Dense(2, dtype="bfloat16")(inputs)})
     for samples in (1, 2, 50):
         x, _ = numbers(samples)
-        found = hvdtrain.predict(model, x, batch_size=4)
         expected = model.predict(x, batch_size=4, verbose=0)
-        assert found["a"].shape == (samples, 3)
-        assert found["b"].dtype == np.asarray(expected["b"]).dtype
-        for name in ("a", "b"):
-            np.testing.assert_allclose(found[name].astype("f4"),
-                                       np.asarray(expected[name]).astype("f4"), atol=1e-6)
+        stream = hvdtrain.StreamSource(tf.data.Dataset.from_tensor_slices(x))
+        for data in (x, hvdtrain.ArraySource(x), stream):
+            found = hvdtrain.predict(model, data, batch_size=4)
+            assert found["a"].shape == (samples, 3)
+            assert found["b"].dtype == np.asarray(expected["b"]).dtype
+            for name in ("a", "b"):
+                np.testing.assert_allclose(found[name].astype("f4"),
+                                           np.asarray(expected[name]).astype("f4"), atol=1e-6)
 
 
 @RANKS
@@ -420,7 +422,7 @@ def test_own_figures_of_a_train_step_are_averaged_over_ranks(rank_session, keras
 def test_a_run_goes_on_from_a_checkpoint_within_an_epoch(rank_session, keras, tmp_path_factory,
                                                          monkeypatch):
     import hvdtrain
-    from hvdtrain.train.callbacks import coordinator
+    from hvdtrain.train import coordinator
     monkeypatch.setattr(coordinator, "AGREE_EVERY_S", 0.0)
     folder = rank_session.collective.gather_objects(str(tmp_path_factory.mktemp("every")))[0]
     figures = []

@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hvdtrain.build_horovod.process import Finished, clean_environment
-from hvdtrain.build_horovod.selftest import RANK_PROGRAM, run_gloo_ranks
+from hvdtrain.build_horovod.build import RANK_PROGRAM, run_gloo_ranks
+from hvdtrain.build_horovod.toolchain import clean_environment
 from hvdtrain.horovod_check import check_horovod
+from hvdtrain.process import FinishedProgram
 from tests import preload
 
 FOUND = check_horovod()
@@ -64,7 +65,7 @@ def _environment(**changes: str) -> dict[str, str]:
             "HOROVOD_LOG_LEVEL": "warning", **changes}
 
 
-def _text(ranks: list[Finished]) -> str:
+def _text(ranks: list[FinishedProgram]) -> str:
     return "\n".join(f"rank {index} code {rank.code}\n{rank.text}"
                      for index, rank in enumerate(ranks))
 
@@ -74,7 +75,7 @@ COLLECTIVES = "collectives"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Finished]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[FinishedProgram]]:
     """The ranks of every case, started at the same time."""
     program = tmp_path_factory.mktemp("stall") / "stalling.py"
     names = ("both", "lonely")
@@ -82,20 +83,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Finished]]:
         (program.parent / name).mkdir()
         (program.parent / name / program.name).write_text(STALLING)
 
-    def run(name: str) -> list[Finished]:
+    def run(name: str) -> list[FinishedProgram]:
         words = ([str(RANK_PROGRAM)] if name == COLLECTIVES else
                  [str(program.parent / name / program.name), name])
         env = _environment() if name == COLLECTIVES else _environment(**STALL)
         return run_gloo_ranks(preload.forked(sys.executable, "-P", *words), env=env,
-                              timeout_s=120)
+                              limit_s=120)
 
     with ThreadPoolExecutor() as pool:
         return dict(zip((*names, COLLECTIVES), pool.map(run, (*names, COLLECTIVES)), strict=True))
 
 
 @pytest.mark.parametrize("name", ["both", "lonely"], ids=["cached tensor", "new tensor"])
-def test_stalled_tensor_is_reported_and_ends_the_job(name: str, runs: dict[str, list[Finished]]
-                                                     ) -> None:
+def test_stalled_tensor_is_reported_and_ends_the_job(
+        name: str, runs: dict[str, list[FinishedProgram]]) -> None:
     text = _text(runs[name])
     assert "for more than 1 seconds" in text, text
     assert f"Missing ranks:\n1!: [{name}]" in runs[name][0].text, text
@@ -103,7 +104,7 @@ def test_stalled_tensor_is_reported_and_ends_the_job(name: str, runs: dict[str, 
     assert [rank.code for rank in runs[name]] == [9, 9], text
 
 
-def test_collectives_give_the_values_they_must(runs: dict[str, list[Finished]]) -> None:
+def test_collectives_give_the_values_they_must(runs: dict[str, list[FinishedProgram]]) -> None:
     ranks = runs[COLLECTIVES]
     assert [rank.code for rank in ranks] == [0, 0], _text(ranks)
     assert "SELF-TEST OK" in ranks[0].out

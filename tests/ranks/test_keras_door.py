@@ -331,9 +331,9 @@ def test_a_global_batch_that_does_not_divide(rank_session, keras):
 @TWO
 def test_the_order_of_a_script_without_a_seed_is_drawn_anew_in_each_epoch(rank_session, keras, tf):
     import hvdtrain
-    from hvdtrain.data.given import adapter_of
-    from hvdtrain.data.part import Part
-    from hvdtrain.train.seeds import agree_on_seeds, drawn_seed
+    from hvdtrain.data.keras_adapters import adapter_of
+    from hvdtrain.data.plans import Part
+    from hvdtrain.train.own_loop import agree_on_seeds, drawn_seed
     tf.random.set_seed(rank_session.world.rank)
     agree_on_seeds(rank_session.collective)
     assert drawn_seed() is not None

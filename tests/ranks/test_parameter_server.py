@@ -399,7 +399,7 @@ def test_files_and_exact_resume(cluster, keras, tmp_path):
 
 @pytest.mark.parametrize("ps", [SYNC, ONE_BY_ONE], ids=["sync", "async"])
 def test_a_stop_within_an_epoch_loses_nothing(cluster, keras, tmp_path, ps):
-    from hvdtrain.train.callbacks.coordinator import StoppedError
+    from hvdtrain.train.coordinator import StoppedError
     data = numbers(2 * BATCH * STEPS)
     whole, result = train(cluster, keras, dropped, OPTIMIZERS["adam"], data, ps, epochs=2)
     asked = []

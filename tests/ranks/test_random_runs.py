@@ -9,7 +9,7 @@ from tests import random_runs
 
 @pytest.fixture
 def float64(keras, monkeypatch):
-    from hvdtrain.train.callbacks import coordinator
+    from hvdtrain.train import coordinator
     monkeypatch.setattr(coordinator, "AGREE_EVERY_S", 0.0)
     before = keras.config.floatx()
     keras.config.set_floatx("float64")

@@ -40,7 +40,7 @@ class Stop:
 
 @pytest.fixture(autouse=True)
 def agree_at_every_step(monkeypatch):
-    from hvdtrain.train.callbacks import coordinator
+    from hvdtrain.train import coordinator
     monkeypatch.setattr(coordinator, "AGREE_EVERY_S", 0.0)
 
 
@@ -58,7 +58,7 @@ def counted(tf, n):
 
 @TWO
 def test_a_shuffle_without_a_seed_gives_one_order(rank_session, keras, tf):
-    from hvdtrain.train.seeds import agree_on_seeds
+    from hvdtrain.train.own_loop import agree_on_seeds
     random.seed(rank_session.world.rank)
     np.random.seed(rank_session.world.rank)  # noqa: NPY002
     agree_on_seeds(rank_session.collective)
@@ -76,7 +76,7 @@ def test_a_shuffle_without_a_seed_gives_one_order(rank_session, keras, tf):
 @TWO
 def test_every_sample_of_a_shuffled_stream_is_read_once(rank_session, keras, tf):
     import hvdtrain
-    from hvdtrain.train.seeds import agree_on_seeds
+    from hvdtrain.train.own_loop import agree_on_seeds
     tf.random.set_seed(rank_session.world.rank)
     agree_on_seeds(rank_session.collective)
     source = hvdtrain.StreamSource(counted(tf, 40).shuffle(40))
@@ -116,7 +116,7 @@ def test_streams_whose_order_differs_are_refused(how, rank_session, keras, tf):
 @TWO
 def test_a_stream_that_is_resumed_has_the_order_that_it_had(rank_session, keras, tf, folder):
     import hvdtrain
-    from hvdtrain.train.callbacks.coordinator import StoppedError
+    from hvdtrain.train.coordinator import StoppedError
     rng = np.random.default_rng(0)
     x = rng.normal(size=(48, 4)).astype("f4")
 
@@ -160,7 +160,7 @@ def test_a_function_is_told_the_epoch(rank_session, keras, tf):
 def test_an_open_accumulation_is_saved_for_all_ranks(stop_at, rank_session, keras, folder):
     """Six steps an epoch, four to an update."""
     import hvdtrain
-    from hvdtrain.train.callbacks.coordinator import StoppedError
+    from hvdtrain.train.coordinator import StoppedError
     rng = np.random.default_rng(0)
     x = rng.normal(size=(48, 4)).astype("f4")
 
@@ -188,7 +188,7 @@ def test_an_open_accumulation_is_saved_for_all_ranks(stop_at, rank_session, kera
 def test_callbacks_are_not_told_of_steps_that_were_done(rank_session, keras, folder):
     """One that sets the rate by its count, and one that does so when an epoch begins."""
     import hvdtrain
-    from hvdtrain.train.callbacks.coordinator import StoppedError
+    from hvdtrain.train.coordinator import StoppedError
     rng = np.random.default_rng(0)
     x = rng.normal(size=(48, 4)).astype("f4")
 

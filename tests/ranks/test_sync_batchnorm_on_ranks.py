@@ -140,7 +140,7 @@ def test_a_run_that_is_stopped_in_an_epoch_ends_like_one_that_is_not(
         rank_session, keras, tmp_path, monkeypatch):
     import hvdtrain
     from hvdtrain.settings import replace
-    from hvdtrain.train.callbacks import coordinator
+    from hvdtrain.train import coordinator
     monkeypatch.setattr(coordinator, "AGREE_EVERY_S", 0.0)
     folder = Path(rank_session.collective.gather_objects(str(tmp_path))[0])
     data = images(2)

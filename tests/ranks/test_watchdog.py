@@ -215,7 +215,8 @@ def weights(path):
 def figures(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items()
-             if name not in ("seconds", "samples", "samples_per_s", "time_s")} for line in lines]
+             if name not in ("seconds", "samples", "samples_per_s", "time", "time_s")}
+            for line in lines]
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hvdtrain.bench.options import CompareOptions
-from hvdtrain.cli.settings import words_of
+from hvdtrain.cli.words import words_of
 from hvdtrain.config import (
     COLLECTIVE_VARIABLE,
     GROUPS,
@@ -18,9 +18,8 @@ from hvdtrain.config import (
 )
 from hvdtrain.engine_config import PsConfig, TfConfig
 from hvdtrain.errors import ConfigError
-from hvdtrain.job import CompileConfig, Job
+from hvdtrain.job import CompileConfig, Job, with_default_output
 from hvdtrain.launch.options import LaunchOptions
-from hvdtrain.run import with_default_output
 from hvdtrain.settings import from_mapping, from_text, refuse_differences, replace, settings_in
 
 
@@ -50,13 +49,14 @@ def test_unknown_keys_are_refused_with_the_valid_ones():
     ({"engine": "tf", "bucket_mb": 2}, "bucket_mb=2 belongs to engine 'allreduce'. .* Leave it"),
     ({"batch_per_rank": 4, "batch_global": 8}, "batch_per_rank and batch_global exclude each ot"),
     ({"compression": "zip"},
-     "compression must be one of .none., .fp16., .bf16., .topk., .lowrank."),
+     "compression must be one of .none., .fp16., .bf16., .lowrank."),
     ({"approximation_rank": 0}, "approximation_rank must be at least 1"),
-    ({"topk_ratio": "0.1"}, "topk_ratio must be a number. Received: topk_ratio='0.1' of type str"),
-    ({"topk_ratio": True}, "topk_ratio must be a number"),
-    ({"topk_ratio": 2}, "topk_ratio must be above 0 and at most 1"),
+    ({"predivide": "2"}, "predivide must be a number. Received: predivide='2' of type str"),
+    ({"predivide": True}, "predivide must be a number"),
+    ({"predivide": 0}, "predivide must be above 0 and at most 1"),
+    ({"compression": "topk"}, "compression=.topk. was removed. Use compression=.lowrank."),
     ({"predivide": 0}, "predivide must be above 0"),
-    ({"predivide": 4, "compression": "topk"}, "predivide=4 has no meaning"),
+    ({"predivide": 4, "compression": "lowrank"}, "predivide=4 has no meaning"),
     ({"resume": True, "output": "a", "overwrite": True}, "exclude each other"),
     ({"ps": {"start_timeout_s": 5}}, "ps must be PsConfig"),
 ])

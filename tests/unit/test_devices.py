@@ -85,3 +85,11 @@ def test_cores_that_slurm_gave_this_task_are_its_own():
     # Without binding each task sees the cores of all.
     assert plan(0, 4, cores=8, starter="slurm", SLURM_CPUS_PER_TASK="1").threads == 1
     assert plan(0, 4, cores=8, starter="native", SLURM_CPUS_PER_TASK="6").threads == 2
+
+
+@pytest.mark.parametrize(("size", "cores", "starting"), [(4, 1, 2), (4, 8, 8), (1, 1, 1)])
+def test_one_core_of_several_hosts_has_two_threads_that_start_operations(size, cores, starting):
+    """With one, reductions would come after all that computes."""
+    place = World(rank=0, size=size, local_rank=0, local_size=1, host="hosta", starter="native",
+                  rendezvous="gloo")
+    assert plan_devices(place, visible_gpus=0, cores=cores, environ={}).starting == starting

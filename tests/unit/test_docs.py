@@ -70,6 +70,13 @@ def test_the_tables_of_settings_are_those_that_the_script_writes():
     assert text == made["page"](text), "run scripts/settings_tables.py"
 
 
+def test_the_page_on_starters_names_each_starter_and_collective():
+    from hvdtrain.collective_names import COLLECTIVES
+    from hvdtrain.launch.options import STARTERS
+    told = set(re.findall(r"`([\w-]+)`", (ROOT / "docs/starters.md").read_text()))
+    assert {*STARTERS, *COLLECTIVES} <= told
+
+
 @pytest.mark.parametrize("kind", ["MODELS", "DATASETS"])
 def test_jobs_page_has_each_name_of_the_zoo(kind):
     import hvdtrain.zoo
@@ -90,7 +97,7 @@ def options_of(command):
 @pytest.mark.parametrize(("command", "page"), [
     ("fit", "docs/jobs.md"), ("launch", "docs/starters.md"), ("world", "docs/starters.md"),
     ("build-horovod", "docs/build-horovod.md"), ("compare", "docs/compare.md"),
-    ("lr", "docs/training.md")])
+    ("lr", "docs/training.md"), ("report", "docs/training.md"), ("plan", "docs/plan.md")])
 def test_each_option_is_described(command, page):
     told = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", (ROOT / page).read_text()))
     missing = options_of(command) - told - {"--help", "-h"}

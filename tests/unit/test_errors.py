@@ -13,7 +13,7 @@ from hvdtrain.runtime.guard import exit_code_of
 ROOT = Path(__file__).resolve().parents[2]
 CODES = {name: value for name, value in vars(errors).items() if name.startswith("EXIT_")}
 #: Sent to other hosts alone, or of the layer that imports nothing of hvdtrain.
-ALONE = {"launch/agent.py", "preload/child.py"}
+ALONE = {"launch/agent.py", "launch/hop.py", "preload/child.py"}
 
 
 def test_each_code_means_one_thing():

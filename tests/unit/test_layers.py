@@ -11,14 +11,16 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 
 #: layer -> its modules; a module may import its own layer and those in ALLOWED.
 LAYERS = {
-    "base": ("cache", "errors", "log", "optional", "whole_file"),
-    "facts": ("config", "engine_config", "settings", "hosts", "world", "job", "horovod_check"),
+    "base": ("cache", "errors", "fork", "log", "optional", "process", "whole_file"),
+    "facts": ("collective_names", "config", "engine_config", "settings", "hosts", "world", "job",
+              "horovod_check"),
     "preload": ("preload",),
     "driver": ("launch", "submit"),
     "notebook": ("notebook",),
     "doctor": ("doctor",),
     "bench": ("bench",),
-    "runtime": ("runtime",),
+    "rendezvous": ("rendezvous",),
+    "runtime": ("runtime", "bench.usage"),
     "collectives": ("collectives",),
     "data": ("data",),
     "optim": ("optim",),
@@ -26,28 +28,31 @@ LAYERS = {
     "build": ("build_horovod",),
     "train": ("train", "session"),
     "engines": ("engines",),
-    "entry": ("entry", "run", "rank_main", "doctor.allreduce_probe",
-              "bench.job_probe", "notebook.rank", "notebook.__main__"),
+    "entry": ("entry", "rank_main", "doctor.allreduce_probe",
+              "bench.job_probe", "bench.job_profile", "bench.exchange_probe", "bench.short_job",
+              "notebook.rank"),
     "top": ("cli", "__init__", "__main__"),
 }
 ALLOWED = {
     "base": set(),
     "facts": {"base"},
     "preload": set(),
-    "driver": {"base", "facts", "preload"},
+    "rendezvous": {"base", "facts"},
+    "driver": {"base", "facts", "preload", "rendezvous"},
     "notebook": {"base", "facts", "preload", "driver"},
     "doctor": {"base", "facts", "driver"},
-    "bench": {"base", "facts", "preload", "driver"},
-    "runtime": {"base", "facts"},
-    "collectives": {"base", "facts", "runtime"},
+    "bench": {"base", "facts", "preload", "driver", "runtime"},
+    "runtime": {"base", "facts", "rendezvous"},
+    "collectives": {"base", "facts", "rendezvous", "runtime"},
     "data": {"base", "facts", "collectives"},
-    "optim": {"base", "facts", "collectives"},
+    "optim": {"base", "facts", "collectives", "data"},
     "zoo": {"base", "facts", "data"},
-    "build": {"base", "facts"},
-    "train": {"base", "facts", "runtime", "collectives", "data", "optim"},
-    "engines": {"base", "facts", "preload", "runtime", "collectives", "data", "optim", "train"},
-    "entry": {"base", "facts", "preload", "runtime", "collectives", "data", "optim", "zoo", "train",
-              "engines", "notebook"},
+    "build": {"base", "facts", "rendezvous"},
+    "train": {"base", "facts", "rendezvous", "runtime", "collectives", "data", "optim"},
+    "engines": {"base", "facts", "preload", "rendezvous", "runtime", "collectives", "data", "optim",
+                "train"},
+    "entry": {"base", "facts", "preload", "rendezvous", "runtime", "collectives", "data", "optim",
+              "zoo", "train", "engines", "notebook"},
     "top": set(LAYERS) - {"top"},
 }
 HEAVY = ("tensorflow", "keras", "numpy", "horovod", "mpi4py", "sklearn")
@@ -110,7 +115,8 @@ def loaded_after(statement):
 
 @pytest.mark.parametrize("statement", [
     "import hvdtrain", "import hvdtrain.cli.main", "import hvdtrain.launch.execute",
-    "import hvdtrain.doctor.show", "import hvdtrain.bench.compare", "import hvdtrain.bench.show",
+    "import hvdtrain.doctor.examine", "import hvdtrain.bench.compare",
+    "import hvdtrain.bench.report", "import hvdtrain.bench.run_report",
     "from hvdtrain.job import read_job_file", "from hvdtrain import notebook_launcher",
 ])
 def test_the_driver_loads_nothing_heavy(statement):
@@ -119,5 +125,5 @@ def test_the_driver_loads_nothing_heavy(statement):
 
 def test_the_supervisor_of_a_role_loads_no_tensorflow():
     """There is one on every rank beside the process that does the work."""
-    loaded = loaded_after("import hvdtrain.rank_main, hvdtrain.engines.parameter_server.rank")
+    loaded = loaded_after("import hvdtrain.rank_main, hvdtrain.engines.parameter_server.supervisor")
     assert not loaded & {"tensorflow", "keras", "horovod", "mpi4py"}

@@ -1,14 +1,19 @@
 import pytest
 
-from hvdtrain.collectives.select import choose
+from hvdtrain.collectives import choose, shared_memory
 from hvdtrain.errors import CollectiveError, ConfigError
 from hvdtrain.horovod_check import HorovodCheck
 from hvdtrain.world import World
 
 
-def world(size=2, starter="native", rendezvous="gloo"):
-    return World(rank=0, size=size, local_rank=0, local_size=size, host="hosta",
+def world(size=2, starter="native", rendezvous="gloo", local_size=1):
+    return World(rank=0, size=size, local_rank=0, local_size=local_size, host="hosta",
                  starter=starter, rendezvous=rendezvous)
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch):
+    monkeypatch.setattr(shared_memory, "_GPUS", ())
 
 
 def horovod(**changes):
@@ -26,6 +31,10 @@ MPI = {"starter": "openmpi", "rendezvous": "mpi"}
 @pytest.mark.parametrize(("promised", "found", "name", "reason"), [
     (world(size=1, starter="single", rendezvous="none"), NO_HOROVOD, "single", "one rank"),
     (world(), horovod(), "horovod-gloo", "started by native"),
+    (world(local_size=2), horovod(), "shared-memory", "on one host, without GPUs"),
+    (world(local_size=2), NO_HOROVOD, "shared-memory", "on one host, without GPUs"),
+    (world(local_size=2, **MPI), horovod(), "shared-memory", "on one host, without GPUs"),
+    (world(65, local_size=65), horovod(), "horovod-gloo", "started by native"),
     (world(starter="slurm", rendezvous="bootstrap"), horovod(), "horovod-gloo", "slurm"),
     (world(**MPI), horovod(), "horovod-mpi", "the MPI of Horovod"),
     (world(**MPI), NO_HOROVOD, "mpi4py", "not installed"),
@@ -44,14 +53,31 @@ def test_auto_chooses_with_a_reason(promised, found, name, reason):
     ("horovod-mpi", world(), horovod(), "needs ranks that were started by an MPI"),
     ("horovod-mpi", world(**MPI), horovod(mpi_kind=None), "built without MPI"),
     ("horovod-gloo", world(**MPI), horovod(), "no Gloo rendezvous"),
+    ("shared-memory", world(3, local_size=2), horovod(), "Started were 3, 2 of them on hosta"),
+    ("shared-memory", world(65, local_size=65), horovod(), "at most 64"),
 ])
 def test_what_cannot_work_is_refused(asked, promised, found, message):
     with pytest.raises(CollectiveError, match=message):
         choose(asked, promised, found)
 
 
+def test_ranks_with_gpus_use_horovod_where_it_can_be_used(monkeypatch, tmp_path):
+    monkeypatch.setattr(shared_memory, "_GPUS", (tmp_path,))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert choose("auto", world(local_size=2), horovod()).name == "horovod-gloo"
+    choice = choose("auto", world(local_size=2), NO_HOROVOD)
+    assert (choice.name, choice.reason) == (
+        "shared-memory", "all ranks are on one host; Horovod is not installed")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert choose("auto", world(local_size=2), horovod()).name == "shared-memory"
+
+
+def test_auto_among_those_of_horovod():
+    assert choose("auto", world(local_size=2), horovod(), among="horovod").name == "horovod-gloo"
+
+
 def test_an_unknown_name_lists_the_known():
-    with pytest.raises(ConfigError, match="'nccl'. Expected one of: auto, horovod-gloo"):
+    with pytest.raises(ConfigError, match="'nccl'. Expected one of: auto, shared-memory, horovod"):
         choose("nccl", world(), horovod())
 
 

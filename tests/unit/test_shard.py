@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from hvdtrain.data.shard import ShardPlan, evaluation_rows
+from hvdtrain.data.plans import ShardPlan, evaluation_rows
 from hvdtrain.errors import DataError
 
 
@@ -46,7 +46,7 @@ def test_join_divides_the_last_step_as_it_is(samples, size, batch):
         seen = []
         for plan in ranks:
             own = plan.order(5)[step * batch:(step + 1) * batch]
-            weight = plan.last_weight if plan.uneven and step == plan.full_steps else 1.0
+            weight = plan.weights()[step]
             assert len(own) >= 1
             weighted += weight * own.mean() / size
             seen += own.tolist() if weight else []
@@ -113,7 +113,7 @@ def test_a_global_batch_need_not_divide_by_the_ranks(samples):
         parts, weights = [], []
         for plan, order in zip(plans, orders, strict=True):
             full = step < plan.full_steps
-            weights.append(plan.full_weight if full else plan.last_weight)
+            weights.append(plan.weights()[step])
             part = order[step * plan.own_batch:(step + 1) * plan.own_batch].tolist()
             assert len(part) == (plan.own_batch if full else len(part)) > 0
             parts += part if weights[-1] else []

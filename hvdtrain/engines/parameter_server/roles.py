@@ -1,47 +1,42 @@
-"""Which rank is what: from the number of ranks, or from TF_CONFIG. Pure values."""
+"""Which rank is what: from the number of ranks, or TF_CONFIG. Pure values."""
 
 from __future__ import annotations
 
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 from hvdtrain.engine_config import PsConfig
 from hvdtrain.errors import ConfigError
+from hvdtrain.world import World
+from hvdtrain.world.detect import parse_tf_config
 
-Kind = Literal["chief", "worker", "ps", "evaluator"]
+ASSIGNMENT_VARIABLE = "HVDTRAIN_PS_ASSIGNMENT"  # an `Assignment` as JSON
+
+RoleKind = Literal["chief", "worker", "ps", "evaluator"]
+Addresses = Mapping[str, Sequence[str]]
+"""`HOST:PORT` by kind; TensorFlow keeps the evaluator out of the cluster."""
+
+_KINDS: tuple[RoleKind, ...] = ("chief", "worker", "ps")
 _WORDS = {"chief": "the chief", "worker": "worker", "ps": "server", "evaluator": "the evaluator"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """What one rank does. Kinds as in TF_CONFIG."""
+    """The work of one rank. Kinds as in TF_CONFIG."""
 
-    kind: Kind
+    kind: RoleKind
     index: int = 0
 
     def __str__(self) -> str:
         words = _WORDS[self.kind]
         return words if words.startswith("the ") else f"{words} {self.index}"
 
-    @property
-    def file_name(self) -> str:
-        """As part of a file name, such as `worker0`."""
-        return self.kind if self.kind in ("chief", "evaluator") else f"{self.kind}{self.index}"
-
 
 def plan_roles(size: int, config: PsConfig) -> tuple[Role, ...]:
-    """The role of each rank: the chief, the workers, the servers, the evaluator.
-
-    Args:
-        size: Integer, number of ranks.
-        config: How many servers, and whether there is an evaluator.
-
-    Raises:
-        ConfigError: No worker is left.
-    """
+    """Each rank's role: chief, workers, servers, evaluator; ConfigError if no worker is left."""
     workers = size - 1 - config.servers - config.evaluator
     if workers < 1:
         needed = 2 + config.servers + config.evaluator
@@ -52,60 +47,49 @@ def plan_roles(size: int, config: PsConfig) -> tuple[Role, ...]:
             f"{size}. Start it with: hvdtrain launch -np {needed} fit ... --engine ps --ps "
             f"{config.servers}")
     config.replicas(workers)
-    return (Role(kind="chief"), *(Role(kind="worker", index=i) for i in range(workers)),
-            *(Role(kind="ps", index=i) for i in range(config.servers)),
-            *([Role(kind="evaluator")] if config.evaluator else []))
+    counts: dict[RoleKind, int] = {"chief": 1, "worker": workers, "ps": config.servers,
+                               "evaluator": int(config.evaluator)}
+    return tuple(Role(kind=kind, index=i) for kind, count in counts.items() for i in range(count))
 
 
-def tf_config_roles(text: str) -> tuple[tuple[Role, ...], Role, dict[str, list[str]]]:
-    """The roles that a TF_CONFIG describes.
+def roles_in(addresses: Addresses) -> tuple[Role, ...]:
+    """The roles of a cluster in order of rank, without an evaluator."""
+    return tuple(Role(kind=kind, index=i) for kind in _KINDS
+                 for i in range(len(addresses.get(kind, ()))))
 
-    Args:
-        text: String, its JSON, which `detect_world` has accepted.
 
-    Returns:
-        The roles in the order of the ranks (without an evaluator, which TF_CONFIG keeps out of
-        the cluster), that of this process, and the addresses `HOST:PORT` of each kind.
-
-    Raises:
-        ConfigError: There is no chief, no worker or no server.
-    """
-    value: dict[str, Any] = json.loads(text)
-    cluster = dict(value["cluster"])
-    if "master" in cluster:
-        cluster["chief"] = cluster.pop("master")
-    missing = [kind for kind in ("chief", "worker", "ps") if not cluster.get(kind)]
+def tf_config_roles(text: str) -> tuple[tuple[Role, ...], Role, Addresses]:
+    """All roles, this process' own, and addresses; ConfigError without chief, worker, server."""
+    cluster, kind, index = parse_tf_config(text)
+    own: RoleKind = "chief" if kind == "master" else kind  # type: ignore[assignment]
+    addresses: dict[str, list[str]] = {kind: list(cluster.get(kind, ())) for kind in _KINDS}
+    addresses["chief"] += cluster.get("master", ())
+    missing = [kind for kind, some in addresses.items() if not some]
     if missing:
         raise ConfigError(
             f"TF_CONFIG has no {' and no '.join(missing)} in its cluster. Engine ps needs one "
             "chief, workers (worker) and servers (ps): add the replicas to the job.")
-    addresses = {kind: list(cluster[kind]) for kind in ("chief", "worker", "ps")}
-    kinds: tuple[Kind, ...] = ("chief", "worker", "ps")
-    roles = tuple(Role(kind=kind, index=i) for kind in kinds for i in range(len(addresses[kind])))
-    task = value["task"]
-    kind: Kind = "chief" if task["type"] == "master" else task["type"]
-    return roles, Role(kind=kind, index=int(task["index"])), addresses
+    return roles_in(addresses), Role(kind=own, index=index), addresses
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
-    """What the process of a role must know; handed from the supervisor to its child as JSON."""
+    """What the process of a role must know; its supervisor passes it as JSON.
+
+    `hosts` are those of all ranks; TensorFlow's server takes connections from `admitted` (empty:
+    from all); `starts` counts earlier starts; `run` is unique in an output folder.
+    """
 
     role: Role
     rank: int
     size: int
     host: str
-    cluster: Mapping[str, Sequence[str]]
-    """Addresses `HOST:PORT` of each kind, without the evaluator."""
+    cluster: Addresses
     hosts: Sequence[str] = ()
-    """The host of each rank."""
     threads: int = 1
     admitted: Sequence[str] = field(default_factory=list)
-    """Addresses from which TensorFlow's server takes connections; empty: from all."""
     starts: int = 0
-    """How often this role was started before."""
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Tells this run from a former one in the same output folder."""
 
     @property
     def workers(self) -> int:
@@ -117,10 +101,26 @@ class Assignment:
         """Number of servers."""
         return len(self.cluster["ps"])
 
+    @property
+    def address(self) -> str:
+        """`HOST:PORT` of this role; empty for the evaluator, or for a chief in one process."""
+        own = self.cluster.get(self.role.kind, ())
+        return own[self.role.index] if own else ""
+
+    @property
+    def name(self) -> str:
+        """For messages, such as `worker 0 (rank 1 on a)`."""
+        return f"{self.role} (rank {self.rank} on {self.host})"
+
+    @property
+    def world(self) -> World:
+        """The rank that the process of the role works for."""
+        return World(rank=self.rank, size=self.size, local_rank=0, local_size=1, host=self.host,
+                     starter="ps" if self.size > 1 else "single", rendezvous="none")
+
     def to_json(self) -> str:
-        """For the environment of the child."""
-        fields = {**self.__dict__, "role": self.role.__dict__}
-        return json.dumps(fields)
+        """The environment variable's value for the child."""
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Assignment:

@@ -1,20 +1,16 @@
-"""The private parts of TensorFlow that engine ps leans on: all of them, and only here.
+"""All private parts of TensorFlow that engine ps depends on.
 
 - a variable's server: `strategy.extended` chooses it by a counter, which is set before;
-- Python functions on workers: an op that calls a function by name calls the one that was
-  registered under it *in the process where the op runs*;
-- a closure's end: the event of its `RemoteValue`;
-- which errors mean that a server was lost;
-- the address that this process serves.
-
-`check_tensorflow` compares what is there with what is expected, before the first use.
+- Python functions on workers: an op that calls a function by name uses the registry *of the process
+  where it runs*;
+- a closure's end (the event of its `RemoteValue`), and errors that mean a lost server.
 """
 
 from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +20,7 @@ from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.distribute.coordinator import values as coordinator_values
 from tensorflow.python.ops import script_ops
 
+from hvdtrain.engines.parameter_server.roles import Addresses
 from hvdtrain.errors import MachineError
 
 TF_MIN, TF_BELOW = Version("2.16"), Version("2.22")
@@ -34,15 +31,12 @@ _FORGOTTEN = ("Unable to find the relevant tensor remote_handle", "unknown devic
               "Resource localhost", "not found in container", "Primary device is not remote",
               "nor a name of a function registered")
 _CANCEL_S = 5.0  # cancelled closures have ended by then, unless their worker hangs
+_CHECK_S = 0.5
 _functions: dict[str, Callable[..., Any]] = {}
 
 
 def check_tensorflow() -> None:
-    """Refuse a TensorFlow that is not known, by version and by the parts it lacks.
-
-    Raises:
-        MachineError: Naming what was found and expected.
-    """
+    """Refuse an unknown TensorFlow, by version and by the parts it lacks."""
     found = Version(tf.__version__)
     expected = f"TensorFlow {TF_MIN} to {TF_BELOW} (exclusive)"
     if not TF_MIN <= Version(found.base_version) < TF_BELOW:
@@ -59,61 +53,50 @@ def check_tensorflow() -> None:
                            f"Expected: {expected} as released.")
 
 
-def connect(cluster: Mapping[str, Sequence[str]], task: str | None = "chief") -> tuple[Any, Any]:
-    """Connect this process, as the chief, with workers and servers; waits until all are there.
+def _spec(cluster: Addresses) -> Any:
+    return tf.train.ClusterSpec({kind: list(own) for kind, own in cluster.items()})
 
-    Call it before any other TensorFlow operation: what was made before does not work after.
 
-    Args:
-        cluster: Addresses `HOST:PORT` of each kind.
-        task: String or None, the kind of this process, where it is in `cluster`.
-
-    Returns:
-        The strategy and the coordinator.
-    """
+@contextmanager
+def connected(cluster: Addresses) -> Iterator[Any]:
+    """A coordinator on the chief, once all workers and servers are there; cancels at the end."""
+    # What was made in TensorFlow before does not work after. `cluster` has the chief's address
+    # unless all roles are in one process.
     tf.get_logger().setLevel("CRITICAL")  # the coordinator prints hundreds of lines per loss
-    spec = tf.train.ClusterSpec({kind: list(own) for kind, own in cluster.items()})
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        spec, rpc_layer="grpc", **({"task_type": task, "task_id": 0} if task else {}))
-    strategy = tf.distribute.ParameterServerStrategy(resolver)
-    return strategy, tf.distribute.coordinator.ClusterCoordinator(strategy)
+        _spec(cluster), rpc_layer="grpc",
+        **({"task_type": "chief", "task_id": 0} if "chief" in cluster else {}))
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(
+        tf.distribute.ParameterServerStrategy(resolver))
+    try:
+        yield coordinator
+    finally:
+        threads = coordinator._cluster
+        threads.stop()
+        queue = threads.closure_queue
+        with queue._queue_lock:
+            queue._no_inflight_closure_condition.wait_for(
+                lambda: not queue._inflight_closure_count, _CANCEL_S)
+        for worker in threads.workers:
+            # Cancelled closures are reported already; garbage collection would raise it again.
+            worker.executor.clear_error()
 
 
-def disconnect(coordinator: Any) -> None:
-    """End the coordinator's threads; closures that still run are cancelled."""
-    cluster = coordinator._cluster
-    cluster.stop()
-    queue = cluster.closure_queue
-    with queue._queue_lock:
-        queue._no_inflight_closure_condition.wait_for(
-            lambda: not queue._inflight_closure_count, _CANCEL_S)
-    for worker in cluster.workers:
-        # What was cancelled has been told; the garbage collector would raise it once more.
-        worker.executor.clear_error()
-
-
-def serve(cluster: Mapping[str, Sequence[str]], kind: str, index: int, *, threads: int) -> Any:
-    """Start the server of a worker or a parameter server in this process.
-
-    Args:
-        cluster: Addresses `HOST:PORT` of each kind.
-        kind: String, `worker` or `ps`.
-        index: Integer, which one.
-        threads: Integer, for one operation and for operations beside each other.
-    """
+def serve(cluster: Addresses, kind: str, index: int, *, threads: int) -> Any:
+    """Start a worker's or parameter server's (`ps`) server in this process."""
+    # It has `threads` for one operation, and as many for parallel operations.
     config = tf.compat.v1.ConfigProto()
     config.intra_op_parallelism_threads = threads
     # Operations that wait for another process hold a thread.
     config.inter_op_parallelism_threads = max(4, threads)
     config.gpu_options.allow_growth = True
-    spec = tf.train.ClusterSpec({name: list(own) for name, own in cluster.items()})
-    return tf.distribute.Server(spec, job_name=kind, task_index=index, config=config,
+    return tf.distribute.Server(_spec(cluster), job_name=kind, task_index=index, config=config,
                                 protocol="grpc", start=True)
 
 
 @contextmanager
 def on_server(strategy: Any, server: int) -> Iterator[None]:
-    """Variables that are made in this block lie on the server with this number."""
+    """Variables made in this block lie on this server."""
     extended = strategy.extended
     original = type(extended)._create_variable_round_robin.__get__(extended)
 
@@ -130,80 +113,85 @@ def on_server(strategy: Any, server: int) -> Iterator[None]:
 
 
 def register_function(name: str, function: Callable[..., Any]) -> None:
-    """Let `call_function` with this name run `function` where it runs in this process."""
+    """Let `call_function` with this name run `function` in this process."""
     _functions[name] = function  # the registry itself holds weak references
     with script_ops._py_funcs._lock:
         script_ops._py_funcs._funcs[name] = function
 
 
 def call_function(name: str, arguments: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """The op that calls a registered function with arrays; it gives a list of arrays back."""
-    found = tf.raw_ops.PyFunc(input=list(arguments), token=name, Tout=list(dtypes))
-    return list(found)
+    """The op that calls a registered function with arrays and gives a list of arrays."""
+    return list(tf.raw_ops.PyFunc(input=list(arguments), token=name, Tout=list(dtypes)))
 
 
 class _Announced(threading.Event):
-    def __init__(self, then: Callable[[], None]) -> None:
+    """An event that also sets another one."""
+
+    def __init__(self, other: threading.Event) -> None:
         super().__init__()
-        self._then = then
+        self._other = other
 
     def set(self) -> None:
         super().set()
-        self._then()
+        self._other.set()
 
 
-def schedule(coordinator: Any, function: Any, arguments: Sequence[Any],
-             then: Callable[[], None]) -> Any:
-    """Schedule a closure; `then` is called, from another thread, when it has ended.
+class InFlight:
+    """Closures that workers have not finished. Only in the chief's thread."""
 
-    As `coordinator.schedule`, but that the event is in place before a worker can have it.
+    def __init__(self, coordinator: Any) -> None:
+        self._coordinator = coordinator
+        self._closures: list[tuple[Any, Any]] = []
+        self._ended = threading.Event()
 
-    Returns:
-        Its `RemoteValue`; keep it until then.
-    """
-    cluster = coordinator._cluster
-    with coordinator.strategy.scope():
-        closure = cluster_coordinator.Closure(
-            function, cluster.closure_queue._cancellation_mgr, args=tuple(arguments))
-        value = closure.build_output_remote_value()
-        value._status_available_event = _Announced(then)
-        cluster.closure_queue.put(closure)
-    return value
+    def __len__(self) -> int:
+        return len(self._closures)
 
+    def send(self, tag: Any, function: Any, arguments: Sequence[Any]) -> None:
+        """Send a `tf.function` to any free worker; `take` gives the tag with its result."""
+        # As `coordinator.schedule`, but the event is in place before a worker can have it.
+        queue = self._coordinator._cluster.closure_queue
+        with self._coordinator.strategy.scope():
+            closure = cluster_coordinator.Closure(
+                function, queue._cancellation_mgr, args=tuple(arguments))
+            value = closure.build_output_remote_value()
+            value._status_available_event = _Announced(self._ended)
+            queue.put(closure)
+        self._closures.append((tag, value))
 
-def has_ended(value: Any) -> bool:
-    """Whether a closure has ended, well or not."""
-    return bool(value._status_available_event.is_set())
+    def take(self, *, in_order: bool = False) -> list[tuple[Any, Any]]:
+        """Wait briefly; take pairs of tag and result of ended closures, or raise their error."""
+        # With `in_order`, one counts only when all before it have ended.
+        self._ended.wait(_CHECK_S)
+        self._ended.clear()
+        taken = []
+        for item in list(self._closures):
+            tag, value = item
+            if value._status_available_event.is_set():
+                self._closures.remove(item)
+                value._wait_and_maybe_error()
+                taken.append((tag, value.fetch()))
+            elif in_order:
+                break
+        return taken
 
-
-def result(value: Any) -> Any:
-    """The result of a closure that has ended, as a structure of arrays.
-
-    Raises:
-        Exception: What it raised.
-    """
-    value._wait_and_maybe_error()
-    return value.fetch()
+    def drain(self) -> list[tuple[Any, Any]]:
+        """Wait for all of them, and take them."""
+        taken = []
+        while self._closures:
+            taken += self.take()
+        return taken
 
 
 def means_lost_server(error: BaseException) -> bool:
-    """Whether an error says that parameters are gone with their server."""
+    """Whether an error means that a server's parameters are lost."""
     original = getattr(error, "original_exception", error)
-    if isinstance(original, _LOST):
-        return True
-    return isinstance(original, tf.errors.OpError) and any(
-        words in str(original) for words in _FORGOTTEN)
+    return isinstance(original, _LOST) or (isinstance(original, tf.errors.OpError) and any(
+        words in str(original) for words in _FORGOTTEN))
 
 
 def accumulator(like: Any) -> Any:
-    """A place beside a server's variable that takes gradients of one step only.
-
-    A gradient of a former step is dropped. Of several that came for the same step it holds the
-    mean.
-
-    Args:
-        like: `tf.Variable` on a server.
-    """
+    """A mean of one step's gradients beside a server's variable; it drops other steps'."""
     with tf.device(like.device):
         # Without a name of its own it would be the same object as every other one there.
         return tf.compat.v1.ConditionalAccumulator(
@@ -212,6 +200,6 @@ def accumulator(like: Any) -> Any:
 
 
 def accumulated_dtype(like: Any) -> Any:
-    """The type in which gradients of a variable wait; there is none for bfloat16."""
+    """The type in which gradients wait; bfloat16 has no accumulator."""
     known = (tf.float16, tf.float32, tf.float64)
     return like.dtype if like.dtype in known else tf.float32

@@ -1,8 +1,5 @@
-"""One process' training under a strategy.
-
-The module to read after `train.fit`, whose parts it uses wherever they do not depend on how
-gradients are added.
-"""
+"""One process' training under a strategy: a `KerasRun` in which TensorFlow adds the gradients."""
+# TensorFlow shards no data: every batch is placed.
 
 from __future__ import annotations
 
@@ -13,236 +10,257 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-import hvdtrain
+from hvdtrain.collectives import Choice
 from hvdtrain.collectives.base import Collective
-from hvdtrain.collectives.select import Choice
 from hvdtrain.collectives.single import SingleCollective
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.shard import ShardPlan
-from hvdtrain.data.source import Source, check_source, splits_of
-from hvdtrain.data.stream import one_sample
-from hvdtrain.engines.tf_distribute import patches
-from hvdtrain.engines.tf_distribute.choice import StrategyChoice, choose_strategy
-from hvdtrain.engines.tf_distribute.cluster import find_cluster
-from hvdtrain.engines.tf_distribute.collective import StrategyCollective
-from hvdtrain.engines.tf_distribute.coordinator import StrategyCoordinator, StrategySaver
-from hvdtrain.engines.tf_distribute.inputs import evaluation_input, training_input
-from hvdtrain.engines.tf_distribute.optimizer import hook_optimizer, scale_learning_rate
-from hvdtrain.engines.tf_distribute.strategies import (
-    check_promise,
-    make_strategy,
-    visible_gpus,
-)
+from hvdtrain.data.pipeline import evaluation_dataset, training_dataset
+from hvdtrain.data.plans import ShardPlan, evaluation_rows
+from hvdtrain.data.source import Source, check_source
+from hvdtrain.engines.tf_distribute import patches, strategies
+from hvdtrain.engines.tf_distribute.choice import StrategyChoice, choose_strategy, find_cluster
+from hvdtrain.errors import DataError
 from hvdtrain.job import Job
 from hvdtrain.log import get_logger
-from hvdtrain.optim import keras_model, state
+from hvdtrain.optim import keras_model, keras_seam
 from hvdtrain.runtime.progress import IDLE, Progress
 from hvdtrain.runtime.watchdog import start_watchdog
 from hvdtrain.session import Session
-from hvdtrain.train.callbacks.coordinator import StopAgreement
-from hvdtrain.train.callbacks.state import CallbackStates
-from hvdtrain.train.callbacks.user import divide
-from hvdtrain.train.checkpoint import CheckpointStore
-from hvdtrain.train.checkpoint_file import RunState
-from hvdtrain.train.fit import RunResult, first_step_of
-from hvdtrain.train.loop import RankCallbacks, joined, skip_steps
-from hvdtrain.train.output import make_writers, open_output, resume, save_final, save_times
-from hvdtrain.train.plan import TrainPlan, compare_settings, facts_of, make_plan, verbosity
-from hvdtrain.train.prepare import build_model, fit_steps_per_execution
-from hvdtrain.train.reading import watched
+from hvdtrain.train.coordinator import Coordinator
+from hvdtrain.train.feed import SourceFeed, watched
+from hvdtrain.train.fit import KerasRun
+from hvdtrain.train.plan import TrainPlan, build_model, compare_settings, fit_steps_per_execution
+from hvdtrain.train.run import RunResult, build_job
 from hvdtrain.world import World
 
 _STEPS_IN_ONE_CALL = ("hierarchical_copy", "reduction_to_one_device")
-"""Ways to add gradients that work within Keras' loop over several steps."""
+"""Ways to add gradients that work in Keras' loop over several steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategyRun:
-    """A process that has met the others under a strategy."""
+class StrategySession(Session):
+    """A process that has met the others under its strategy."""
 
     strategy: Any
-    choice: StrategyChoice
-    config: TrainConfig
-    session: Session
+    chosen: StrategyChoice
 
-    @classmethod
-    @contextmanager
-    def open(cls, config: TrainConfig, world: World,
-             environ: Mapping[str, str]) -> Iterator[StrategyRun]:
-        """Make the strategy and meet the other processes. Every process."""
-        gpus = visible_gpus(config.tf, world, environ)
-        choice = choose_strategy(config.tf, world, gpus=gpus)
-        cluster = find_cluster(world, environ) if world.size > 1 else None
-        strategy = make_strategy(choice, cluster)
-        check_promise(strategy, choice, world)
-        made: Collective = (StrategyCollective(strategy, world.rank) if world.size > 1
-                            else SingleCollective())
-        progress = Progress()
-        watchdog = start_watchdog(world, progress, made.gather_objects,
-                                  hang_timeout_s=config.hang_timeout_s, environ=environ)
-        session = Session(
-            world=world, collective=made, devices=", ".join(choice.devices), progress=progress,
-            choice=Choice(name=choice.name, reason=config.tf.strategy), watchdog=watchdog)
-        with patches.applied(strategy):
-            yield cls(strategy=strategy, choice=choice, config=config, session=session)
-        progress.enter(IDLE)
-        made.barrier()
-        if watchdog is not None:
-            watchdog.close()
+    @property
+    def replicas(self) -> int:
+        """Replicas of all processes."""
+        return int(self.strategy.num_replicas_in_sync)
 
     @property
     def replicas_here(self) -> int:
         """Replicas in this process."""
-        return int(self.strategy.num_replicas_in_sync) // self.session.world.size
+        return self.replicas // self.world.size
 
-    def fit(self, job: Job, *, stop_asked: Callable[[], bool], dry_run: bool) -> RunResult:
-        """Build the job's model and data, and train. Every process."""
-        progress = self.session.progress
-        keras.utils.set_random_seed(self.config.seed or 0)
-        with progress.phase("building data and model"):
-            splits = splits_of(job.data())
-            with self.strategy.scope():
-                model = job.model()
-        progress.enter("preparing the training")
-        train, validation = splits.train, splits.validation
-        for source in (train, validation):
-            if source is not None:
-                check_source(source)
-        plan = self._prepare(model, train, validation, job.name)
-        if self.session.world.is_chief:
-            print(f"hvdtrain plan\n{plan.render()}", flush=True)  # noqa: T201 - promised output
-        if dry_run:
-            return RunResult(history={}, first_epoch=0, model_path=None)
-        store = open_output(self.session, self.config)
-        scale_learning_rate(model.optimizer, plan.lr)
-        begin = resume(model, self.session, self.config, store, plan)
-        state.broadcast(self.session.collective, state.training_state(model))
-        with patches.built(model):
-            history = self._train(model, train, validation, plan, store, begin,
-                                  list(job.callbacks()), stop_asked)
-        progress.enter("saving the final model")
-        return RunResult(history=history, first_epoch=begin.epoch,
-                         model_path=save_final(model, self.session, self.config))
 
-    def _prepare(self, model: Any, train: Source, validation: Source | None,
-                 job: str) -> TrainPlan:
-        """Everything before the plan is printed: model built, settings compared."""
-        config, session = self.config, self.session
-        with self.strategy.scope():
+@contextmanager
+def open_strategy(config: TrainConfig, world: World,
+                  environ: Mapping[str, str]) -> Iterator[StrategySession]:
+    """Make the strategy and meet the other processes. All processes."""
+    choice = choose_strategy(
+        config.tf, world, gpus=strategies.visible_gpus(config.tf, world, environ))
+    several = world.size > 1
+    strategy = strategies.make_strategy(
+        choice, world, find_cluster(world, environ) if several else None)
+    made: Collective = (strategies.StrategyCollective(strategy, world.rank) if several
+                        else SingleCollective())
+    progress = Progress()
+    watchdog = start_watchdog(world, progress, made.gather_objects,
+                              hang_timeout_s=config.hang_timeout_s, environ=environ)
+    with patches.applied(strategy):
+        yield StrategySession(
+            world=world, collective=made, devices=", ".join(choice.devices), progress=progress,
+            choice=Choice(name=choice.name, reason=config.tf.strategy), watchdog=watchdog,
+            strategy=strategy, chosen=choice)
+    progress.enter(IDLE)
+    made.barrier()
+    if watchdog is not None:
+        watchdog.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessPlan(ShardPlan):
+    """A process' samples, in each step replica by replica; `rank` and `size` count processes."""
+    # `batch_per_rank` is the batch of all its replicas.
+
+    replicas: int
+
+    @property
+    def last_batch_per_rank(self) -> int:
+        """Samples in the last, smaller step: equal on the replicas."""
+        left, everyone = self.samples % self.global_batch, self.size * self.replicas
+        each = -(-left // everyone) if self.remainder == "pad" else left // everyone
+        return each * self.replicas
+
+
+def training_input(strategy: Any, source: Source, shards: ShardPlan, *, replicas_here: int,
+                   epoch: int, step: int) -> Any:
+    """A distributed dataset without end: each step has a batch for each replica of this process."""
+    # The rank in `shards` is that of this process' first replica.
+    together = ProcessPlan(
+        samples=shards.samples, rank=shards.rank // replicas_here,
+        size=shards.size // replicas_here, batch_per_rank=shards.batch_per_rank * replicas_here,
+        seed=shards.seed, shuffle=shards.shuffle, remainder=shards.remainder,
+        replicas=replicas_here)
+    in_turn = training_dataset(source, together, first_epoch=epoch, first_step=step)
+    if replicas_here > 1:
+        def cut(tensor: Any) -> Any:
+            """Cut a batch of this process into one per replica, along a new first axis."""
+            each = None if tensor.shape[0] is None else tensor.shape[0] // replicas_here
+            parts = tf.reshape(
+                tensor, tf.concat([[replicas_here, -1], tf.shape(tensor)[1:]], axis=0))
+            parts.set_shape([replicas_here, each, *tensor.shape[1:]])
+            return parts
+        # `map` hands over the elements of a tuple, and anything else alone.
+        in_turn = in_turn.map(lambda *batch: tf.nest.map_structure(
+            cut, batch[0] if len(batch) == 1 else batch)).unbatch().prefetch(replicas_here)
+    # Otherwise all workers would agree at each step whether there is another batch.
+    endless = in_turn.apply(tf.data.experimental.assert_cardinality(
+        tf.data.INFINITE_CARDINALITY))
+    return strategy.distribute_datasets_from_function(lambda context: endless)
+
+
+class StrategyFeed(SourceFeed):
+    """A process' samples: each of its replicas has a batch in each step."""
+
+    _source: Source
+    _session: StrategySession
+
+    def __init__(self, source: Source, session: StrategySession, config: TrainConfig) -> None:
+        check_source(source)
+        super().__init__(source, session, config)
+
+    def plan(self, model: Any) -> ShardPlan:
+        config, session = self._config, self._session
+        shards = self._plan = ShardPlan(
+            samples=len(self._source), rank=session.world.rank * session.replicas_here,
+            size=session.replicas, batch_per_rank=config.rank_batch(1), seed=config.seed or 0,
+            shuffle=config.shuffle, remainder=config.remainder_as("pad"))
+        return shards
+
+    def training(self, epoch: int, step: int, *, resumed: bool) -> dict[str, Any]:
+        batches = training_input(
+            self._session.strategy, watched(self._source, self._session.progress), self._plan,
+            replicas_here=self._session.replicas_here, epoch=epoch, step=step)
+        return {"x": batches, "steps_per_epoch": self._plan.steps, "shuffle": False}
+
+    def evaluation(self) -> tuple[Any, int]:
+        """This process' share of validation data, each sample once, and its steps (0: empty)."""
+        # A distributed dataset, repeated. Batches differ by one sample at most: none is empty.
+        source, session = self._source, self._session
+        here, batch = session.replicas_here, self._config.rank_batch(1)
+        rows = evaluation_rows(len(source), session.world.rank, session.world.size)
+        if len(rows) == 0:
+            return None, 0
+        if len(rows) < here:
+            raise DataError(
+                f"There are {len(rows)} validation samples for {here} replicas; every "
+                f"replica needs at least one. Give at least {here} validation samples.")
+        steps = min(-(-len(rows) // (batch * here)), len(rows) // here)
+        size, larger = divmod(len(rows), steps * here)
+        cut = larger * (size + 1)
+        dataset = evaluation_dataset(source, rows[cut:], size)
+        if cut:
+            dataset = evaluation_dataset(source, rows[:cut], size + 1).concatenate(dataset)
+        repeated = dataset.repeat()
+        return session.strategy.distribute_datasets_from_function(lambda context: repeated), steps
+
+
+@dataclass(kw_only=True)
+class StrategyRun(KerasRun):
+    """A run of engine `tf`."""
+
+    session: StrategySession
+    validation: StrategyFeed | None = None
+
+    @property
+    def holds_metrics(self) -> bool:
+        """Every process restores all of the metrics: the strategy divides what is assigned."""
+        return True
+
+    @property
+    def metrics_collective(self) -> Collective:
+        """The strategy sums metrics wherever a variable of them is read."""
+        return SingleCollective()
+
+    def prepare(self) -> TrainPlan:
+        model, config, session = self.model, self.config, self.session
+        with session.strategy.scope():
             if getattr(model, "optimizer", None) is not None:
-                build_model(model, lambda: one_sample(train))
-        hook_optimizer(model, self.strategy)
-        self._warn_of_own_losses(model)
-        compare_settings(session.collective, config, facts_of(train), [model.optimizer])
-        shards = ShardPlan(
-            samples=len(train), rank=session.world.rank * self.replicas_here,
-            size=int(self.strategy.num_replicas_in_sync), batch_per_rank=config.rank_batch(1),
-            seed=config.seed or 0, shuffle=config.shuffle, remainder=config.remainder_as("pad"))
-        self._fit_execution(model, shards)
-        return make_plan(model, shards, config, job=job,
-                         validation_samples=0 if validation is None else len(validation),
-                         ranks=self._replica_texts(), collective=self.choice.describe())
-
-    def _warn_of_own_losses(self, model: Any) -> None:
-        """What a model computes by itself is not divided by the number of replicas."""
+                build_model(model, self.data.one_sample)
+        patches.hook_optimizer(model, session.strategy)
+        kind = type(model)
         own = [name for name in ("train_step", "compute_loss")
-               if getattr(type(model), name) is not getattr(keras.Model, name)]
-        if own and self.strategy.num_replicas_in_sync > 1 and self.session.world.is_chief:
+               if getattr(kind, name) is not getattr(keras.Model, name)]
+        if own and session.replicas > 1 and session.world.is_chief:
+            # What a model computes by itself is not divided by the number of replicas.
             get_logger().warning(
                 "%s has a %s of its own. Gradients are added over %d replicas: a loss that it "
                 "does not get from its base class must be divided by their number, or the run "
-                "is not that of engine allreduce, which averages.", type(model).__name__,
-                " and a ".join(own), self.strategy.num_replicas_in_sync)
+                "is not that of engine allreduce, which averages.", kind.__name__,
+                " and a ".join(own), session.replicas)
+        compare_settings(session.collective, config, self.data.compare(session.collective),
+                         [model.optimizer])
+        shards: Any = self.data.plan(model)
+        self._fit_execution(shards)
+        devices = session.chosen.devices or tuple(
+            f"TPU:{number}" for number in range(session.replicas_here))
+        texts = session.collective.gather_objects(
+            [f"{session.world.host} ({device})" for device in devices])
+        return TrainPlan.of(
+            model, shards, config, job=self.name, collective=session.chosen.describe(),
+            validation_samples=0 if self.validation is None else self.validation.samples,
+            ranks=tuple(text for theirs in texts for text in theirs))
 
-    def _fit_execution(self, model: Any, shards: ShardPlan) -> None:
-        """Switch off what the strategy cannot: XLA, and several steps in one call."""
-        if self.choice.name not in ("default", "one_device", "tpu") and model.jit_compile:
+    def _fit_execution(self, shards: ShardPlan) -> None:
+        """Switch off what the strategy does not support: XLA, and several steps per execution."""
+        model, choice = self.model, self.session.chosen
+        if choice.name not in ("default", "one_device", "tpu") and model.jit_compile:
             model.jit_compile = False
-        single = self.strategy.num_replicas_in_sync == 1
-        if (model.steps_per_execution > 1 and not single
-                and self.choice.cross_device not in _STEPS_IN_ONE_CALL):
+        if (model.steps_per_execution > 1 and self.session.replicas > 1
+                and choice.cross_device not in _STEPS_IN_ONE_CALL):
             model.steps_per_execution = 1
             if self.session.world.is_chief:
                 get_logger().warning(
                     "steps_per_execution is 1: strategy %s adds gradients by collectives, which "
-                    "do not run within Keras' loop. The result is the same.", self.choice.name)
+                    "do not run within Keras' loop. The result is the same.", choice.name)
         fit_steps_per_execution(model, self.session, shards.steps)
         model.train_function = None
 
-    def _replica_texts(self) -> tuple[str, ...]:
-        """Host and device of every replica, for the plan."""
-        devices = self.choice.devices or tuple(
-            f"TPU:{number}" for number in range(self.replicas_here))
-        mine = [f"{self.session.world.host} ({device})" for device in devices]
-        return tuple(text for texts in self.session.collective.gather_objects(mine)
-                     for text in texts)
+    def build_metrics(self) -> None:
+        with self.session.strategy.scope():
+            keras_model.build_metrics(self.model, self.data.one_sample())
 
-    def _train(self, model: Any, train: Source, validation: Source | None, plan: TrainPlan,
-               store: CheckpointStore | None, begin: RunState, callbacks: list[Any],
-               stop_asked: Callable[[], bool]) -> dict[str, list[float]]:
-        session, config = self.session, self.config
-        first_step = first_step_of(model, plan, begin)
-        stop = StopAgreement(session.collective, session.progress)
-        states, times = CallbackStates(callbacks), save_times(config)
-        saver = self._saver(plan, store, states)
-        coordinator = StrategyCoordinator(
-            self.strategy, collective=session.collective, progress=session.progress,
-            lr_plan=plan.lr, evaluate=self._evaluator(model, validation), stop=stop,
-            steps_per_epoch=plan.shards.steps,
-            check_weights=config.check_weights, stop_on_nan=config.stop_on_nan,
-            stop_asked=stop_asked, saver=saver, times=times)
-        writers = [] if store is None else make_writers(
-            session, plan, store, begin.epoch, first_step, saver=saver, times=times)
-        dataset = training_input(
-            self.strategy, watched(train, session.progress), plan.shards,
-            first_replica=plan.shards.rank, replicas_here=self.replicas_here,
-            first_epoch=begin.epoch, first_step=first_step)
-        with self.strategy.scope():
-            keras_model.build_metrics(model, train.read(np.zeros(1, np.int64)))
-        if first_step:
-            skip_steps(model, first_step)
-        together = RankCallbacks(
-            callbacks, divide(callbacks, session), coordinator=coordinator,
-            after=[stop, *writers], model=model, collective=session.collective, states=states,
-            # Every process restores the whole metrics: the strategy divides what is assigned.
-            begin=begin, first_step=first_step, holds_metrics=True,
-            verbose=verbosity(session.world), epochs=config.epochs, steps=plan.shards.steps)
-        with joined(model, coordinator):
-            history = model.fit(
-                dataset, epochs=config.epochs, initial_epoch=begin.epoch,
-                steps_per_epoch=plan.shards.steps, shuffle=False, callbacks=together)
-        if saver is not None:
-            saver.wait()
-        return dict(history.history)
+    @contextmanager
+    def installed(self, coordinator: Coordinator) -> Iterator[None]:
+        patches.scale_learning_rate(self.model.optimizer, self.plan.lr)
+        # Keras would build the model again, which reduces a batch over workers and fails.
+        keras_seam.set_on_instance(self.model, "_maybe_symbolic_build", lambda *_, **__: None)
+        try:
+            yield
+        finally:
+            object.__delattr__(self.model, "_maybe_symbolic_build")
 
-    def _saver(self, plan: TrainPlan, store: CheckpointStore | None,
-               states: CallbackStates) -> StrategySaver | None:
-        if store is None:
+    def evaluation(self) -> None:
+        """Keras' own does not work under every strategy: see `own_evaluation`."""
+
+    def own_evaluation(self) -> Callable[[Any], dict[str, Any]] | None:
+        """Evaluate on all replicas, with the callbacks' calls that Keras makes."""
+        if self.validation is None:
             return None
-        session = self.session
-        return StrategySaver(
-            self.strategy, collective=session.collective, progress=session.progress, store=store,
-            shards=plan.shards, version=hvdtrain.__version__,
-            states=states)
-
-    def _evaluator(self, model: Any, validation: Source | None
-                   ) -> Callable[[Any], dict[str, Any]] | None:
-        """Evaluates on all replicas, with the calls of callbacks that Keras makes."""
-        if validation is None:
-            return None
-        world = self.session.world
-        given = evaluation_input(
-            self.strategy, validation, process=world.rank, processes=world.size,
-            replicas_here=self.replicas_here, batch=self.config.rank_batch(1))
+        model, (dataset, steps) = self.model, self.validation.evaluation()
 
         def evaluate(callbacks: Any) -> dict[str, Any]:
             asked, model.steps_per_execution = model.steps_per_execution, 1
             model.make_test_function()
             callbacks.on_test_begin()
             model.reset_metrics()
-            iterator, logs = iter(given.dataset) if given.steps else None, {}
-            for step in range(given.steps):
+            iterator, logs = iter(dataset) if steps else None, {}
+            for step in range(steps):
                 callbacks.on_test_batch_begin(step)
                 logs = model.test_function(iterator)
                 callbacks.on_test_batch_end(step, logs)
@@ -251,3 +269,31 @@ class StrategyRun:
             callbacks.on_test_end(figures)
             return figures
         return evaluate
+
+    def average_statistics(self) -> None:
+        strategies.average_statistics(self.session.strategy, self.session.collective, self.model)
+
+    def loss_is_finite(self) -> bool:
+        loss = next((m for m in self.model.metrics if m.name == "loss"), None)
+        return loss is None or bool(np.isfinite(float(loss.result())))
+
+    def compare_weights(self, when: str) -> None:
+        super().compare_weights(when)
+        if self.config.check_weights:
+            strategies.check_replicas_equal(
+                self.session.strategy, [*self.model.trainable_variables,
+                                        *keras_seam.shared_variables(self.model.optimizer)],
+                when=when)
+
+
+def train_job(job: Job, config: TrainConfig, session: StrategySession, *,
+              stop_asked: Callable[[], bool], dry_run: bool) -> RunResult:
+    """Build a job's model and data, and train. All processes."""
+    model, splits = build_job(job, config, session, session.strategy.scope())
+    run = StrategyRun(
+        model=model, session=session, config=config, name=job.name, stop_asked=stop_asked,
+        callbacks=keras.tree.flatten(list(job.callbacks())),
+        data=StrategyFeed(splits.train, session, config),
+        validation=(None if splits.validation is None else
+                    StrategyFeed(splits.validation, session, config)))
+    return run.fit(dry_run=dry_run)

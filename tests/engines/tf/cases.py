@@ -8,9 +8,8 @@ import os
 import numpy as np
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.shard import ShardPlan
+from hvdtrain.data.plans import ShardPlan
 from hvdtrain.engine_config import TfConfig
-from hvdtrain.engines.tf_distribute.engine import fit_with_strategy
 from hvdtrain.job import Job
 from hvdtrain.world.detect import detect_world
 
@@ -124,8 +123,9 @@ def settings(strategy="auto", tf=None, **changes):
 
 def train(case, config, *, stop_asked=lambda: False, dry_run=False):
     """Engine tf in this process alone."""
-    return fit_with_strategy(case.job, config, detect_world({}), os.environ,
-                             stop_asked=stop_asked, dry_run=dry_run)
+    from hvdtrain.engines.tf_distribute.training import open_strategy, train_job
+    with open_strategy(config, detect_world({}), os.environ) as under:
+        return train_job(case.job, config, under, stop_asked=stop_asked, dry_run=dry_run)
 
 
 def distance(one, other):

@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from hvdtrain.engine_config import TfConfig
-from hvdtrain.engines.tf_distribute.choice import choose_strategy
-from hvdtrain.engines.tf_distribute.cluster import cluster_in
+from hvdtrain.engines.tf_distribute.choice import choose_strategy, cluster_in
 from hvdtrain.errors import ConfigError, DeviceError, WorldError
 from hvdtrain.world.detect import detect_world
 
@@ -87,7 +86,7 @@ def test_a_task_that_does_not_train_is_refused():
 def test_a_process_that_is_missing_is_named():
     program = """
 import dataclasses
-from hvdtrain.engines.tf_distribute.cluster import find_cluster
+from hvdtrain.engines.tf_distribute.choice import find_cluster
 from hvdtrain.world.detect import detect_world
 world = dataclasses.replace(detect_world({}), size=2, local_size=2, starter="native",
                             rendezvous="bootstrap", hosts=("127.0.0.1",), slots=(2,))

@@ -40,7 +40,7 @@ def test_a_run_that_was_cut_is_the_run_that_was_not(tmp_path):
     assert {k: v[0] for k, v in expected.items()} == {k: v[0] for k, v in first.history.items()}
     with pytest.raises(CheckpointError, match="holds files of a former run"):
         train(make(), config)
-    from hvdtrain.train.callbacks.coordinator import StoppedError
+    from hvdtrain.train.coordinator import StoppedError
     asked = iter([False, True])
     config = replace(config, resume=True)
     with pytest.raises(StoppedError, match=r"after step 2\d of epoch 2"):
@@ -59,9 +59,9 @@ def test_a_run_that_was_cut_is_the_run_that_was_not(tmp_path):
     (150, 1, 3, "drop"), (31, 2, 2, "pad"), (31, 2, 2, "drop"), (16, 2, 2, "pad"),
     (23, 1, 4, "pad")])
 def test_a_replica_sees_what_the_rank_in_its_place_sees(samples, processes, replicas, remainder):
-    from hvdtrain.data.shard import ShardPlan
+    from hvdtrain.data.plans import ShardPlan
     from hvdtrain.data.source import ArraySource
-    from hvdtrain.engines.tf_distribute.inputs import training_input
+    from hvdtrain.engines.tf_distribute.training import training_input
 
     class Strategy:
         """Hands the data set over as it is."""
@@ -73,8 +73,8 @@ def test_a_replica_sees_what_the_rank_in_its_place_sees(samples, processes, repl
     source = ArraySource((np.arange(samples), np.arange(samples)))
     for process in range(processes):
         batches = training_input(
-            Strategy(), source, plan, first_replica=process * replicas, replicas_here=replicas,
-            first_epoch=1, first_step=1).as_numpy_iterator()
+            Strategy(), source, dataclasses.replace(plan, rank=process * replicas),
+            replicas_here=replicas, epoch=1, step=1).as_numpy_iterator()
         for epoch, first_step in ((1, 1), (2, 0)):
             for step in range(first_step, plan.steps):
                 for replica in range(replicas):
@@ -184,7 +184,7 @@ def test_patches_are_put_back_and_know_what_they_replace():
     with patches.applied(strategy):
         assert all(getattr(p.owner, p.name) != was for p, was in zip(known, before, strict=True))
     assert [getattr(p.owner, p.name) for p in known] == before
-    changed = patches.Patch(owner=keras.random.SeedGenerator, name="next",
-                            parameters=("sorted",), make=lambda original: original)
-    with pytest.raises(OptimizerError, match=r"next\(self, sorted\) was expected, found"):
-        changed.check()
+    changed = patches.Patch(keras.random.SeedGenerator, "next", ("sorted",), lambda was: was)
+    with (pytest.raises(OptimizerError, match=r"next\(self, sorted\) was expected, found"),
+          changed.applied()):
+        pass

@@ -1,6 +1,5 @@
 """Engine tf on two processes: MultiWorkerMirroredStrategy."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -19,12 +18,12 @@ SIGNALS = []
 
 @pytest.fixture(scope="module")
 def run():
-    """A run that has met; tests change its settings. It ends with the process."""
-    from hvdtrain.engines.tf_distribute.training import StrategyRun
+    """Processes that have met, until they end."""
+    from hvdtrain.engines.tf_distribute.training import open_strategy
     from hvdtrain.world.detect import detect_world
     world = detect_world(os.environ)
     before = signal.signal(signal.SIGTERM, lambda number, frame: SIGNALS.append(number))
-    with StrategyRun.open(settings(hang_timeout_s=0.0), world, os.environ) as opened:
+    with open_strategy(settings(hang_timeout_s=0.0), world, os.environ) as opened:
         yield opened
     signal.signal(signal.SIGTERM, before)
 
@@ -39,17 +38,17 @@ def cleared(run):
 def folder(run, tmp_path):
     """One folder for both processes."""
     from pathlib import Path
-    return Path(run.session.collective.gather_objects(str(tmp_path))[0])
+    return Path(run.collective.gather_objects(str(tmp_path))[0])
 
 
 def train(run, case, config, *, stop_asked=lambda: False):
-    return dataclasses.replace(run, config=config).fit(case.job, stop_asked=stop_asked,
-                                                       dry_run=False)
+    from hvdtrain.engines.tf_distribute.training import train_job
+    return train_job(case.job, config, run, stop_asked=stop_asked, dry_run=False)
 
 
 def test_processes_tell_each_other(run):
     import tensorflow as tf
-    collective, rank = run.session.collective, run.session.world.rank
+    collective, rank = run.collective, run.world.rank
     assert (collective.rank, collective.size) == (rank, 2)
     assert collective.gather_objects({"rank": rank, "x": "y" * rank}) == [
         {"rank": 0, "x": ""}, {"rank": 1, "x": "y"}]
@@ -93,7 +92,7 @@ def test_it_trains_as_one_process_on_the_global_batch(run, folder, optimizer, pe
     weights = case.weights
     assert int(case.models[-1].optimizer.iterations.numpy()) == 20
     warned = any("steps_per_execution is 1" in line for line in warnings_of())
-    assert warned == (per_call > 1 and run.session.world.is_chief)
+    assert warned == (per_call > 1 and run.world.is_chief)
     model, history = case.plain(2)
     assert distance(weights, model.get_weights()) < 1e-6
     for name in ("loss", "accuracy"):
@@ -116,19 +115,19 @@ def test_rows_of_an_embedding(run):
 
 def test_a_run_that_was_cut_is_the_run_that_was_not(run, folder):
     """With statistics and dropout of each process; cut at an epoch's end, then within one."""
-    from hvdtrain.train.callbacks.coordinator import StoppedError
+    from hvdtrain.train.coordinator import StoppedError
 
     def make():
         return Case(lambda keras: keras.optimizers.Adam(0.01), with_state)
     whole, cut = make(), make()
     config = settings(output=folder / "whole", batch_per_rank=2)
     expected = train(run, whole, config).history
-    everyone = run.session.collective.gather_objects(whole.weights)
+    everyone = run.collective.gather_objects(whole.weights)
     assert distance(*everyone) == 0.0
     config = replace(config, output=folder / "cut")
     train(run, cut, replace(config, epochs=1))
     config = replace(config, resume=True)
-    asked = iter([False, run.session.world.rank == 1])  # one process is told, all stop
+    asked = iter([False, run.world.rank == 1])  # one process is told, all stop
     with pytest.raises(StoppedError, match=r"after step 2\d of epoch 2"):
         train(run, cut, config, stop_asked=lambda: next(asked, False))
     result = train(run, cut, config)
@@ -141,7 +140,7 @@ def test_a_run_that_was_cut_is_the_run_that_was_not(run, folder):
 
 
 def test_processes_with_other_settings_stop(run):
-    config = settings(seed=run.session.world.rank)
+    config = settings(seed=run.world.rank)
     with pytest.raises(ConfigError, match="seed is 0 on rank 0 and 1 on rank 1"):
         train(run, Case(lambda keras: keras.optimizers.SGD(0.1)), config)
 

@@ -2,17 +2,19 @@
 
 import pytest
 
-from hvdtrain.bench.arithmetic import (
-    host_bytes,
-    ring_bytes,
-    ring_seconds,
-    server_bytes,
-    server_seconds,
-    shared_server_seconds,
-    worker_bytes,
-)
+from hvdtrain.bench.measure import computed, link_bytes
+from hvdtrain.bench.plan import Point
 
 M = 120.0
+
+
+def ring_bytes(workers, size):
+    return computed("allreduce-gloo", Point(job="j", workers=workers, servers=1), size)[
+        "roles"]["rank"]
+
+
+def host_bytes(workers, server_hosts, size):
+    return list(map(sum, link_bytes(workers, server_hosts, size)))
 
 
 @pytest.mark.parametrize(("workers", "expected"), [(1, 0), (2, M), (3, 160), (4, 180), (8, 210)])
@@ -22,7 +24,8 @@ def test_a_ring(workers, expected):
 
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 1), (4, 3), (5, 5)])
 def test_what_workers_send_servers_receive(workers, servers):
-    assert servers * server_bytes(workers, servers, M) == pytest.approx(workers * worker_bytes(M))
+    roles = computed("ps-sync", Point(job="j", workers=workers, servers=servers), M)["roles"]
+    assert servers * roles["server"] == pytest.approx(workers * roles["worker"])
 
 
 @pytest.mark.parametrize(("workers", "server_hosts", "expected"), [
@@ -51,23 +54,25 @@ def test_every_byte_that_is_sent_over_a_link_is_received_over_another(workers, s
     assert sum(host_bytes(workers, server_hosts, M)) == pytest.approx(2 * share * len(pairs))
 
 
-def test_bounds():
-    assert ring_seconds(4, 100e6, 12.5e6) == pytest.approx(12.0)
-    apart, beside = [4], [0, 1, 2, 3]
-    assert server_seconds(4, apart, 100e6, 12.5e6, in_phases=False) == pytest.approx(32.0)
-    assert server_seconds(4, beside, 100e6, 12.5e6, in_phases=False) == pytest.approx(12.0)
-    assert server_seconds(4, apart, 100e6, 12.5e6, in_phases=True) == pytest.approx(64.0)
-    assert server_seconds(4, beside, 100e6, 12.5e6, in_phases=True) == pytest.approx(12.0)
+@pytest.mark.parametrize(("engine", "workers", "servers", "servers_on", "seconds"), [
+    ("allreduce-gloo", 4, 1, "apart", 12.0),
+    ("ps-async", 4, 1, "apart", 32.0),
+    ("ps-async", 4, 4, "workers", 12.0),
+    ("ps-sync", 4, 1, "apart", 64.0),
+    ("ps-sync", 4, 4, "workers", 12.0),
     # More servers than workers: a worker's link, which carries all of M, is the busiest.
-    assert server_seconds(2, [2, 3, 4], 100e6, 12.5e6, in_phases=True) == pytest.approx(16.0)
+    ("ps-sync", 2, 3, "apart", 16.0),
     # One server beside a worker: the others pull from it, one after the other.
-    assert server_seconds(4, [0], 100e6, 12.5e6, in_phases=True) == pytest.approx(48.0)
+    ("ps-sync", 4, 1, "workers", 48.0),
+])
+def test_bounds(engine, workers, servers, servers_on, seconds):
+    point = Point(job="j", workers=workers, servers=servers, servers_on=servers_on, rate="100mbit")
+    assert computed(engine, point, 100e6)["seconds"] == pytest.approx(seconds)
 
 
 def test_workers_that_share_a_server_overlap_in_part():
     for workers in (1, 2, 4, 50):
-        expected = shared_server_seconds(workers, 100e6, 12.5e6)
-        bound = server_seconds(workers, [workers], 100e6, 12.5e6, in_phases=False)
-        in_step = server_seconds(workers, [workers], 100e6, 12.5e6, in_phases=True)
-        assert bound < expected <= in_step
-    assert shared_server_seconds(4, 100e6, 12.5e6) == pytest.approx(40.0)
+        point = Point(job="j", workers=workers, servers=1, servers_on="apart", rate="8mbit")
+        found, in_step = (computed(engine, point, 1e6) for engine in ("ps-async", "ps-sync"))
+        assert found["seconds"] < found["expected_seconds"] <= in_step["seconds"]
+        assert found["expected_seconds"] == pytest.approx(workers + 1)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.bench.jobs import changed_job, swept_values
 from hvdtrain.bench.options import CompareOptions, Sweep, bits_per_s
+from hvdtrain.bench.plan import changed_job, swept_values
 from hvdtrain.errors import ConfigError
 from hvdtrain.job import read_job_file
 
@@ -15,11 +15,11 @@ from hvdtrain.job import read_job_file
     ({"engines": ("single", "mpi")}, "unknown 'mpi'. Expected some of: single, allreduce-gloo"),
     ({"engines": ()}, "unknown nothing"),
     ({"engines": ("single", "single")}, "names one twice"),
-    ({"workers": 0}, "--workers is 0. Expected 1 or more"),
-    ({"epochs": 1}, "--epochs is 1. Expected 2 or more: the first one is not measured"),
-    ({"rounds": 0}, "--rounds is 0"),
-    ({"timeout_s": 0.5}, "--timeout is 0.5"),
-    ({"servers_on": "moon"}, "Expected one of: workers, apart"),
+    ({"workers": 0}, "workers must be at least 1. Received: workers=0"),
+    ({"epochs": 1}, "epochs must be at least 2. Received: epochs=1"),
+    ({"rounds": 0}, "rounds must be at least 1"),
+    ({"timeout_s": 0.5}, "timeout_s must be at least 1"),
+    ({"servers_on": "moon"}, "servers_on must be one of 'workers', 'apart'"),
     ({"network": ("fast",)}, "cannot read the rate 'fast'"),
     ({"network": ("0mbit",)}, "cannot read the rate"),
     ({"hosts": (2,)}, "Give --network as well"),
@@ -28,6 +28,7 @@ from hvdtrain.job import read_job_file
     ({"target": "accuracy"}, "Expected FIGURE=VALUE"),
     ({"target": "accuracy=much"}, "Expected FIGURE=VALUE"),
     ({"target": "accuracy=1e"}, "Expected FIGURE=VALUE"),
+    ({"predict": True}, "Give --network as well, or see hvdtrain plan"),
     ({"sweep": "speed"}, "Expected data, model, roles, or a key"),
 ])
 def test_mistakes_are_told(values, message):
@@ -55,7 +56,7 @@ def test_rates():
 
 def test_a_key_and_its_values():
     assert CompareOptions(job="j.toml", sweep="model.hidden=64,0.5,relu").wanted_sweep() == Sweep(
-        kind="key", table="model", key="hidden", values=(64, 0.5, "relu"))
+        table="model", key="hidden", values=(64, 0.5, "relu"))
 
 
 JOB = """
@@ -88,16 +89,16 @@ def job(tmp_path):
 
 
 def test_data_and_model_are_multiplied(job):
-    assert swept_values(str(job), Sweep(kind="data")) == ("data", "samples", (1000, 2000, 4000))
-    assert swept_values(str(job), Sweep(kind="model")) == ("model", "hidden", (128, 256, 512))
+    assert swept_values(str(job), Sweep(table="data")) == ("data", "samples", (1000, 2000, 4000))
+    assert swept_values(str(job), Sweep(table="model")) == ("model", "hidden", (128, 256, 512))
 
 
 def test_a_job_that_cannot_be_swept_is_refused(job, tmp_path):
     job.write_text(JOB.replace("samples = 1000\n", ""))
     with pytest.raises(ConfigError, match=r"no whole number samples in \[data\]"):
-        swept_values(str(job), Sweep(kind="data"))
+        swept_values(str(job), Sweep(table="data"))
     with pytest.raises(ConfigError, match=r"job.py is Python. Give a .toml job"):
-        swept_values(str(tmp_path / "job.py"), Sweep(kind="data"))
+        swept_values(str(tmp_path / "job.py"), Sweep(table="data"))
 
 
 def test_a_changed_job_differs_in_that_value_alone(job, tmp_path):

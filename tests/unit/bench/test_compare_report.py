@@ -10,16 +10,22 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from hvdtrain.bench import page, plots
-from hvdtrain.bench.compare import Done, make_report
+from hvdtrain.bench import plots
+from hvdtrain.bench.compare import MeasuredRun, RunEnd, make_report
 from hvdtrain.bench.measure import Batches, figures_of, read_series
 from hvdtrain.bench.options import CompareOptions
 from hvdtrain.bench.plan import make_plan
-from hvdtrain.bench.probe import JobFacts
-from hvdtrain.bench.runner import Outcome
-from hvdtrain.bench.show import remarks, show
-from hvdtrain.bench.tables import tables
-from hvdtrain.bench.words import bytes_text, number, spread_text
+from hvdtrain.bench.profile import PAYLOAD, ExchangeCost, Profile, ServerCost, Transfer
+from hvdtrain.bench.report import (
+    bytes_text,
+    number,
+    remarks,
+    render,
+    show,
+    spread_text,
+    tables,
+    write_page,
+)
 
 EVIL = "<script>alert('$1 & $2')</script>"
 M = 4_000_000
@@ -43,7 +49,7 @@ def usage_of(seconds, sent):
 def record(plan, number, run):
     """What a run of the plan left, had it gone this way."""
     if run.engine == "allreduce-mpi":
-        return Done(run=run, outcome=Outcome(status="failed", exit_code=7, wall_s=1.0,
+        return MeasuredRun(run=run, end=RunEnd(status="failed", exit_code=7, wall_s=1.0,
                                              lines=("before", EVIL)))
     seconds = {"single": 1.0, "allreduce-gloo": 0.8, "ps-async": 1.6}[run.engine] + 0.1 * run.round
     names = {"single": {"rank0": 0}, "allreduce-gloo": {"rank0": M, "rank1": M},
@@ -51,19 +57,20 @@ def record(plan, number, run):
     figures = figures_of(lines_of(seconds), {k: usage_of(seconds, v) for k, v in names.items()},
                          Batches(workers=2, batch_per_rank=25),
                          plan.options.wanted_target())
-    return Done(run=run, outcome=Outcome(status="ok", exit_code=0, wall_s=9.0 + number, lines=()),
-                figures=figures, lines=lines_of(seconds))
+    return MeasuredRun(run=run, end=RunEnd(status="ok", exit_code=0, wall_s=9.0 + number, lines=()),
+                figures=figures, epochs=lines_of(seconds))
 
 
-def report_of(**options):
+def report_of(profile=None, **options):
     plan = make_plan(CompareOptions(**{
         "job": f"{EVIL}.toml", "rounds": 3, "target": "val_accuracy=0.6",
         "engines": ("single", "allreduce-gloo", "allreduce-mpi", "ps-async")} | options),
         cores=2, program=("hvdtrain",), environ={})
-    facts = {point.job: JobFacts(parameters=M // 4, parameter_bytes=M, samples=100,
-                                 batch_per_rank=25, epochs=3) for point in plan.points}
+    facts = {point.job: {"parameters": M // 4, "parameter_bytes": M, "samples": 100,
+                         "batch_per_rank": 25, "epochs": 3} for point in plan.points}
     done = [record(plan, number, run) for number, run in enumerate(plan.runs)]
-    report = make_report(plan, facts, done, interrupted=False, machine=MACHINE)
+    report = make_report(plan, facts, done, machine=MACHINE,
+                         profiles={f"{EVIL}.toml": profile} if profile else {})
     return json.loads(json.dumps(report))  # what is written can be read again
 
 
@@ -111,12 +118,29 @@ def test_the_bound_of_the_network(network_report):
     # Three workers, one server on the first one's host: two pull and push there.
     assert three["engines"]["ps-async"]["computed"]["seconds"] == pytest.approx(0.64)
     row = next(row for row in _table(two, "Step time").rows if row[0] == "allreduce-gloo")
-    assert row[1:4] == ("4 MB", "320", "320")
-    assert row[5:] == ("1.56", "1.56")
+    assert row[1:5] == ("4 MB", "320", "320", "-")
+    assert row[6:] == ("1.56", "1.56", "-")
     row = next(row for row in _table(three, "Step time").rows if row[0] == "ps-async")
     assert row[3] == "-", "nothing is expected of servers beside workers"
     assert "single" not in three["engines"]
     assert three["engines"]["allreduce-gloo"]["summary"]["efficiency"] == pytest.approx(1.2 / 3)
+
+
+def test_predictions_stand_beside_what_was_measured():
+    profile = Profile(
+        samples=100, batch=25, fixed_s=0.1, sample_s=0.0, update_s=0.0, loop_s=0.0, cores=2,
+        cores_used=2.0, parameter_bytes=M, transfers=(Transfer(ready_s=0.1, size=M),),
+        exchange={"horovod-gloo": ExchangeCost(fixed_s=0.0, byte_s=0.0)},
+        servers=ServerCost(step_s=0.1, worker_cpu_s=0.0, server_cpu_s=0.0, chief_cpu_s=0.0))
+    point, = report_of(profile, network=("100mbit",), hosts=(2,))["points"]
+    rows = {row[0]: row for row in _table(point, "Step time").rows}
+    # Two ranks with 0.1 s each on two cores of which each needs both, then 0.32 s of payload.
+    predicted_ms = 1000 * (2 * 0.1 + 0.32 / PAYLOAD)
+    assert rows["allreduce-gloo"][4] == number(predicted_ms)
+    assert rows["allreduce-gloo"][8] == f"{500 / predicted_ms:.2f}"
+    assert rows["ps-async"][4] == "-", "servers stand beside workers"
+    apart, = report_of(profile, network=("100mbit",), hosts=(2,), servers_on="apart")["points"]
+    assert apart["engines"]["ps-async"]["computed"]["predicted_seconds"] > 0.9
 
 
 def _table(point, title):
@@ -161,13 +185,13 @@ class Tags(HTMLParser):
 
 def test_the_page_escapes_all_it_shows(report):
     parsed = Tags()
-    parsed.feed(page.render(report))
+    parsed.feed(render(report))
     assert "script" not in parsed.tags
     assert parsed.text.count(EVIL) > 3  # name, processor, last lines of a run, commands
 
 
 def test_the_page_is_one_file_with_its_plots(network_report, tmp_path):
-    text = page.write_page(network_report, tmp_path).read_text()
+    text = write_page(network_report, tmp_path).read_text()
     parsed = Tags()
     parsed.feed(text)
     assert not re.search(r"(src|href)=[\"']?(https?:|//|\w+\.)", text)
@@ -189,7 +213,7 @@ def test_plots_over_points_are_drawn_for_each_axis_with_numbers(network_report):
 def test_a_report_without_any_result_can_be_shown(report, tmp_path):
     empty = {**report, "points": [{**report["points"][0], "engines": {
         "allreduce-mpi": report["points"][0]["engines"]["allreduce-mpi"]}}], "interrupted": True}
-    text = page.write_page(empty, tmp_path).read_text()
+    text = write_page(empty, tmp_path).read_text()
     assert "Interrupted after" in text
     assert "<img" not in text
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.build_horovod.probe import Target
+from hvdtrain.build_horovod.toolchain import Target
 
 
 @pytest.fixture

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 import hvdtrain.build_horovod.build as build_module
-from hvdtrain.build_horovod import BuildOptions, build_horovod, plan_key
-from hvdtrain.build_horovod.compile import failure_text, run_path
-from hvdtrain.build_horovod.probe import Target
-from hvdtrain.build_horovod.toolchain import Compiler, find_mpi
-from hvdtrain.build_horovod.tools import BuildTools
+from hvdtrain.build_horovod.build import build_horovod, failure_text, plan_key, run_path
+from hvdtrain.build_horovod.options import BuildOptions
+from hvdtrain.build_horovod.toolchain import Target, find_mpi
 from hvdtrain.errors import ConfigError, MachineError
 
 WHEEL = "horovod-0.28.1+x-cp311-cp311-linux_x86_64.whl"
@@ -26,19 +24,18 @@ def fake_build(make_target: Callable[..., Target], monkeypatch: pytest.MonkeyPat
     """Replaces all that looks at the machine; returns the list of compilations."""
     compiled: list[str] = []
 
-    def compile_wheel(plan: Any, *, build: Path, log: Path, environ: Any) -> Path:
-        compiled.append(plan.key.tag)
+    def compile_wheel(recipe: Any, options: BuildOptions, *, build: Path, **more: Any) -> Path:
+        compiled.append(recipe.key.tag)
         time.sleep(0.05)
         wheel = build / WHEEL
         wheel.write_bytes(b"wheel")
         return wheel
 
-    compiler = Compiler(path=Path("/usr/bin/g++"), version="12")
     fakes: dict[str, Any] = {
         "probe_target": lambda python, environ: make_target(),
-        "find_compiler": lambda env: compiler, "check_make": lambda env: None,
+        "find_compiler": lambda env: Path("/usr/bin/g++"), "check_make": lambda env: None,
         "check_import": lambda target, env: None, "compile_wheel": compile_wheel,
-        "build_tools": lambda *args: BuildTools(cmake=Path("cmake"), python_path=None),
+        "build_tools": lambda *args: {"HOROVOD_CMAKE": "cmake"},
         "get_sdist": lambda *args: Path("sdist"),
     }
     for name, fake in fakes.items():
@@ -94,9 +91,9 @@ def test_build_folder_with_a_space_is_refused(tmp_path: Path, fake_build: list[s
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"mpi": "lam"}, "mpi is 'lam', but must be one of auto, openmpi"),
+    ({"mpi": "lam"}, "mpi must be one of 'auto', 'openmpi', .*'lam'"),
     ({"mpi": "none", "gloo": False}, "nothing to start ranks with"),
-    ({"jobs": -1}, "jobs is -1"),
+    ({"jobs": -1}, "jobs must be at least 0. Received: jobs=-1"),
 ])
 def test_options_that_cannot_work(tmp_path: Path, changes: dict[str, Any],
                                   message: str) -> None:

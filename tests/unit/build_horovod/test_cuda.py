@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.build_horovod.cuda import default_archs, find_cuda, nccl_version
-from hvdtrain.build_horovod.gpu_source import gpu_environment
+from hvdtrain.build_horovod.build import gpu_environment
 from hvdtrain.build_horovod.options import BuildOptions
-from hvdtrain.build_horovod.probe import Target
+from hvdtrain.build_horovod.toolchain import Target, find_cuda
 from hvdtrain.errors import MachineError
 
 NCCL_HEADER = "#define NCCL_MAJOR 2\n#define NCCL_MINOR 32\n#define NCCL_PATCH 3\n"
@@ -57,7 +56,7 @@ def _options(tmp_path: Path, **changes: Any) -> BuildOptions:
 def test_without_a_compiler_the_wheels_serve(gpu_target: Target, tmp_path: Path) -> None:
     cuda = find_cuda(gpu_target, _options(tmp_path, no_nvcc=True), {"PATH": ""})
     assert (cuda.home, cuda.variant, cuda.major) == (None, "nonvcc", 12)
-    assert cuda.nccl.version == "2.32.3"
+    assert cuda.nccl_version == "2.32.3"
     assert any((folder / "nv" / "target").exists() for folder in cuda.includes)
 
 
@@ -92,14 +91,15 @@ def test_missing_cccl(gpu_target: Target, tmp_path: Path,
         find_cuda(target, _options(tmp_path, no_nvcc=True), {})
 
 
-def test_architectures_follow_the_compiler() -> None:
-    assert default_archs((12, 4)) == "70,75,80,86,89,90"
-    assert default_archs((12, 8)).endswith(",100,120")
-    assert default_archs((13, 0)).startswith("75,")
-
-
-def test_nccl_version_of_a_header() -> None:
-    assert nccl_version(NCCL_HEADER) == "2.32.3"
+@pytest.mark.parametrize(("release", "archs"), [
+    ("12.4", "70,75,80,86,89,90"), ("12.8", "70,75,80,86,89,90,100,120"),
+    ("13.0", "75,80,86,89,90,100,120")])
+def test_architectures_follow_the_compiler(
+        make_target: Callable[..., Target], tmp_path: Path, wheels: dict[str, Path],
+        release: str, archs: str) -> None:
+    home = _toolkit(tmp_path / "cuda", release)
+    target = make_target(tensorflow_gpu=True, cuda_version=release, nvidia=wheels)
+    assert find_cuda(target, _options(tmp_path, cuda_home=home), {"PATH": ""}).archs == archs
 
 
 def test_environment_links_nccl_under_the_name_that_cmake_wants(
@@ -107,5 +107,5 @@ def test_environment_links_nccl_under_the_name_that_cmake_wants(
     cuda = find_cuda(gpu_target, _options(tmp_path, no_nvcc=True), {"PATH": ""})
     env = gpu_environment(cuda, tmp_path, path="/usr/bin", compiler=Path("/usr/bin/g++"))
     assert env["HOROVOD_GPU_OPERATIONS"] == "NCCL"
-    assert (Path(env["HOROVOD_NCCL_LIB"]) / "libnccl.so").resolve() == cuda.nccl.library
+    assert (Path(env["HOROVOD_NCCL_LIB"]) / "libnccl.so").resolve() == cuda.nccl_library
     assert "CUDA_HOME" not in env

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 from packaging.version import Version
 
-from hvdtrain.build_horovod.key import BuildKey
+from hvdtrain.build_horovod.build import BuildKey
 
 CPU = BuildKey(tensorflow="2.21.0", tensorflow_build="cpu", soabi="cpython-311-x86_64-linux-gnu",
                machine="x86_64", libc="glibc-2.36", mpi="openmpi-5", gloo=True, recipe=1)

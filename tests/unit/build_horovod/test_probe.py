@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.build_horovod.probe import (
+from hvdtrain.build_horovod.toolchain import (
     Target,
     check_path,
     check_tensorflow,
     probe_target,
-    read_build_info,
 )
 from hvdtrain.errors import EXIT_BUILD, BuildError, MachineError
 
@@ -56,14 +55,3 @@ def test_this_interpreter(tmp_path: Path) -> None:
     assert target.prefix == Path(sys.prefix)
     assert "packaging" in target.versions
     assert target.soabi
-
-
-def test_build_info_of_a_gpu_tensorflow(tmp_path: Path) -> None:
-    folder = tmp_path / "python" / "platform"
-    folder.mkdir(parents=True)
-    (folder / "build_info.py").write_text(
-        "build_info = collections.OrderedDict([('cuda_version', '12.5.1'), "
-        "('cudnn_version', '9'), ('is_cuda_build', True), ('is_rocm_build', False)])\n")
-    info = read_build_info(tmp_path)
-    assert (info.is_cuda, info.cuda_version) == (True, "12.5.1")
-    assert not read_build_info(tmp_path / "absent").is_cuda

@@ -8,18 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.build_horovod.cuda import Cuda, Nccl
-from hvdtrain.build_horovod.gpu_source import STREAM_EDITS, edit_gpu_source, gpu_edits
-from hvdtrain.build_horovod.runner_source import RUNNER_EDITS
 from hvdtrain.build_horovod.source import (
     SDIST_NAME,
     Edit,
-    apply_edit,
+    all_edits,
     apply_edits,
-    common_edits,
     get_sdist,
+    read_edits,
     unpack,
 )
+from hvdtrain.build_horovod.toolchain import Cuda
 from hvdtrain.errors import BuildError
 
 TOP = """include(CheckLanguage)
@@ -65,7 +63,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_common_edits_change_what_they_name(source: Path) -> None:
-    apply_edits(source, common_edits(["$ORIGIN/a", "$ORIGIN/b"], gloo=True))
+    apply_edits(source, read_edits("common", "gloo", run_path="$ORIGIN/a;$ORIGIN/b"))
     top = (source / "CMakeLists.txt").read_text()
     assert 'set(CMAKE_INSTALL_RPATH "$ORIGIN/a;$ORIGIN/b")' in top
     assert "add_subdirectory(third_party/gloo EXCLUDE_FROM_ALL)" in top
@@ -75,24 +73,24 @@ def test_common_edits_change_what_they_name(source: Path) -> None:
 
 
 def test_without_gloo_its_files_are_left_alone(source: Path) -> None:
-    apply_edits(source, common_edits(["$ORIGIN"], gloo=False))
+    apply_edits(source, read_edits("common", run_path="$ORIGIN"))
     assert "reserve" in (source / "horovod/common/gloo/gloo_controller.cc").read_text()
 
 
 @pytest.mark.parametrize("edit", [
-    *common_edits(["$ORIGIN"], gloo=True), *STREAM_EDITS, *RUNNER_EDITS,
+    *read_edits("common", "gloo", "stream", "runner", run_path="$ORIGIN"),
 ], ids=lambda edit: edit.name)
 def test_edit_refuses_a_foreign_source(tmp_path: Path, edit: Edit) -> None:
     path = tmp_path / edit.file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("something else\n")
     with pytest.raises(BuildError, match=f"The edit '{edit.name}' found nothing to change"):
-        apply_edit(tmp_path, edit)
+        apply_edits(tmp_path, [edit])
     assert path.read_text() == "something else\n"
 
 
 def test_edit_refuses_to_run_twice(source: Path) -> None:
-    edits = common_edits(["$ORIGIN"], gloo=True)
+    edits = read_edits("common", "gloo", run_path="$ORIGIN")
     apply_edits(source, edits)
     with pytest.raises(BuildError, match="found nothing to change"):
         apply_edits(source, edits)
@@ -101,17 +99,23 @@ def test_edit_refuses_to_run_twice(source: Path) -> None:
 def test_edit_refuses_a_missing_file(tmp_path: Path) -> None:
     edit = Edit(name="e", reason="r", file="absent.cc", pattern="a", replacement="b")
     with pytest.raises(BuildError, match=r"absent\.cc"):
-        apply_edit(tmp_path, edit)
+        apply_edits(tmp_path, [edit])
 
 
 def _cuda(home: Path | None) -> Cuda:
-    nccl = Nccl(include=Path("/n/include"), library=Path("/n/lib/libnccl.so.2"), version="2.32.3")
-    return Cuda(nccl=nccl, major=12, home=home, archs="80", includes=(Path("/c/include"),),
-                static_runtime=Path("/c/lib/libcudart_static.a"))
+    return Cuda(nccl_include=Path("/n/include"), nccl_library=Path("/n/lib/libnccl.so.2"),
+                nccl_version="2.32.3", major=12, home=home, archs="80",
+                includes=(Path("/c/include"),), static_runtime=Path("/c/lib/libcudart_static.a"))
+
+
+def _gpu_edits(cuda: Cuda) -> list[Edit]:
+    """Those beside the edits of every build."""
+    return all_edits([], gloo=True, cuda=cuda)[len(all_edits([], gloo=True, cuda=None)):]
 
 
 def test_gpu_edits_without_nvcc(source: Path) -> None:
-    edit_gpu_source(source, _cuda(None))
+    cuda = _cuda(None)
+    apply_edits(source, _gpu_edits(cuda), cuda=cuda)
     top = (source / "CMakeLists.txt").read_text()
     assert "check_language" not in top
     assert "CUDAToolkit" not in top
@@ -125,7 +129,8 @@ def test_gpu_edits_without_nvcc(source: Path) -> None:
 
 
 def test_gpu_edits_with_nvcc(source: Path) -> None:
-    edit_gpu_source(source, _cuda(Path("/cuda")))
+    cuda = _cuda(Path("/cuda"))
+    apply_edits(source, _gpu_edits(cuda), cuda=cuda)
     top = (source / "CMakeLists.txt").read_text()
     assert "check_language(CUDA)" in top
     assert '"${CUDA_cudart_static_LIBRARY}"' in top
@@ -134,7 +139,7 @@ def test_gpu_edits_with_nvcc(source: Path) -> None:
 
 
 def test_edits_have_names_and_reasons() -> None:
-    edits = [*common_edits(["$ORIGIN"], gloo=True), *gpu_edits(_cuda(None)), *RUNNER_EDITS]
+    edits = all_edits(["$ORIGIN"], gloo=True, cuda=_cuda(None))
     assert len({edit.name for edit in edits}) == len(edits)
     assert all(edit.reason for edit in edits)
 

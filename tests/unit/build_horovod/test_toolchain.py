@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import hvdtrain.build_horovod.build as build_module
-from hvdtrain.build_horovod import BuildOptions, build_horovod
-from hvdtrain.build_horovod.probe import Target
-from hvdtrain.build_horovod.toolchain import check_make, find_compiler, find_mpi, mpi_kind
+from hvdtrain.build_horovod.build import build_horovod
+from hvdtrain.build_horovod.options import BuildOptions
+from hvdtrain.build_horovod.toolchain import Target, check_make, find_compiler, find_mpi, mpi_kind
 from hvdtrain.errors import EXIT_MACHINE, MachineError
 
 NO_COMPILER = """No C++ compiler was found (looked for $CXX, c++, g++, clang++).
@@ -39,10 +39,9 @@ def test_compiler_without_cxx17(fake_bin: Callable[..., Path]) -> None:
         find_compiler({"PATH": str(path)})
 
 
-def test_compiler_and_its_version(fake_bin: Callable[..., Path]) -> None:
-    path = fake_bin(**{"g++": 'case "$1" in -dump*) echo 12.2.0;; esac'})
-    compiler = find_compiler({"PATH": str(path)})
-    assert (compiler.path, compiler.version) == (path / "g++", "12.2.0")
+def test_a_compiler_is_found(fake_bin: Callable[..., Path]) -> None:
+    path = fake_bin(**{"g++": ""})
+    assert find_compiler({"PATH": str(path)}) == path / "g++"
 
 
 def test_missing_make(fake_bin: Callable[..., Path]) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvdtrain.data import files
-from hvdtrain.data.files import ByteCount, PartReader, cached_index, find_files, fingerprint
+from hvdtrain.data.build_once import cache_folder, cached_array, fingerprint
+from hvdtrain.data.files import find_files
 from hvdtrain.errors import DataError
 
 
@@ -29,27 +29,6 @@ def test_what_is_no_file_is_refused(tmp_path, paths, words):
         find_files(given)
 
 
-def test_parts_are_read_and_counted_with_few_open_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "OPEN_FILES", 2)
-    paths = [tmp_path / str(number) for number in range(5)]
-    for number, path in enumerate(paths):
-        path.write_bytes(bytes([number]) * 100)
-    count = ByteCount()
-    reader = PartReader(paths, count)
-    before = len(os.listdir("/proc/self/fd"))
-    for number in (0, 1, 2, 3, 4, 0, 4):
-        assert reader.read(number, 90, 7) == bytes([number]) * 7
-    assert len(os.listdir("/proc/self/fd")) == before + 2
-    assert count.value == 49
-    assert reader.read(3, 95, 100) == b"\3" * 5
-    assert reader.read(3, 200, 100) == b""
-    assert count.value == 54
-    reader.close()
-    assert len(os.listdir("/proc/self/fd")) == before
-    with pytest.raises(FileNotFoundError):
-        PartReader([tmp_path / "nowhere"], count).read(0, 0, 1)
-
-
 def test_a_fingerprint_tells_files_and_settings_apart(tmp_path):
     path = tmp_path / "a"
     path.write_text("one")
@@ -67,14 +46,14 @@ def test_an_index_is_made_once_and_mended_by_deleting_it(tmp_path):
         made.append(1)
         return np.arange(5)
     for _ in range(2):
-        assert cached_index(tmp_path, "i", make).tolist() == [0, 1, 2, 3, 4]
+        assert cached_array(tmp_path / "i.npy", make).tolist() == [0, 1, 2, 3, 4]
     assert len(made) == 1
     (tmp_path / "i.npy").write_bytes(b"rubbish")
     with pytest.raises(DataError, match=r"i\.npy cannot be read .*Delete it"):
-        cached_index(tmp_path, "i", make)
+        cached_array(tmp_path / "i.npy", make)
 
 
 def test_the_folder_for_what_is_made_of_files(monkeypatch):
     monkeypatch.setenv("HVDTRAIN_CACHE", "/c")
-    assert files.cache_folder(None) == Path("/c/data")
-    assert files.cache_folder("/given") == Path("/given")
+    assert cache_folder(None) == Path("/c/data")
+    assert cache_folder("/given") == Path("/given")

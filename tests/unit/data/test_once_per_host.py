@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hvdtrain.data.once import once_per_host
+from hvdtrain.data.build_once import once_per_host
 from hvdtrain.errors import DataError
 
 #: Works as told by files in its folder: says that it began, waits for "go", fails where "fail" is.
@@ -16,7 +16,7 @@ WORKER = """
 import os, sys, time
 from pathlib import Path
 from hvdtrain import log
-from hvdtrain.data.once import once_per_host
+from hvdtrain.data.build_once import once_per_host
 from hvdtrain.errors import DataError
 
 log.configure("worker")

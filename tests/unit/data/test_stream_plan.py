@@ -1,12 +1,12 @@
 """Shares of different lengths: what each rank reads in each step, and where a run goes on."""
 
+import time
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from hvdtrain.data.shard import ShardPlan
-from hvdtrain.data.stream_plan import StreamPlan
+from hvdtrain.data.plans import ShardPlan, StreamPlan
 from hvdtrain.errors import DataError
 
 SHARES = [(10,), (8, 8), (5, 9), (9, 5), (0, 7), (7, 0, 3), (12, 4, 11), (1, 1, 1), (0, 0, 1)]
@@ -50,8 +50,7 @@ def test_the_longest_share_gives_the_steps(counts, batch, steps, last, global_ba
 ])
 def test_samples_of_each_rank_in_each_step(counts, batch, batches):
     for plan in plans(counts, batch):
-        assert [[plan.batch_of(rank, step) for step in range(plan.steps)]
-                for rank in range(plan.size)] == batches
+        assert [plan.sizes(rank).tolist() for rank in range(plan.size)] == batches
 
 
 @pytest.mark.parametrize(("counts", "batch"), CASES)
@@ -62,9 +61,7 @@ def test_every_rank_reads_its_share_once_and_nothing_is_padded_or_dropped(counts
     for plan in ranks:
         steps = reads(plan, epoch=2)
         assert sorted(sum(steps, [])) == list(range(counts[plan.rank]))
-        assert [len(samples) for samples in steps] == [
-            plan.batch_of(plan.rank, step) for step in range(plan.steps)]
-        assert plan.batch_of(plan.rank, plan.steps) == 0
+        assert [len(samples) for samples in steps] == plan.sizes(plan.rank).tolist()
         assert (plan.samples, plan.samples_per_epoch) == (sum(counts), sum(counts))
         assert (plan.padded, plan.dropped, plan.uneven) == (0, 0, len(set(counts)) > 1)
 
@@ -99,6 +96,17 @@ def test_a_weight_is_the_ranks_samples_over_the_mean_of_all(counts, rank, expect
 def test_a_stream_without_a_sample_is_refused(counts):
     with pytest.raises(DataError, match="no samples on any rank; at least one is needed"):
         StreamPlan(counts=counts, rank=0, batch_per_rank=4)
+
+
+def test_weights_of_many_ranks_and_steps_are_arrays_and_no_loop_over_both():
+    counts = tuple(np.random.default_rng(0).integers(900_000, 1_000_000, 256).tolist())
+    plan = plans(counts[:1] + counts, 10)[0]
+    began = time.perf_counter()
+    weights = plan.weights()
+    assert plan.step_after(plan.samples_before(90_000)) == 90_000
+    assert time.perf_counter() - began < 3  # as Python numbers it is a minute
+    assert weights.shape == (plan.steps,)
+    assert weights[0] == 1
 
 
 # Where a run goes on

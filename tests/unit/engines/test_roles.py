@@ -8,20 +8,20 @@ import pytest
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.engine_config import PsConfig
-from hvdtrain.engines.parameter_server import rank
-from hvdtrain.engines.parameter_server.health import greets, is_stopped
-from hvdtrain.engines.parameter_server.rank import _devices, _threads
+from hvdtrain.engines.parameter_server import supervisor
+from hvdtrain.engines.parameter_server.child import greets, is_stopped
 from hvdtrain.engines.parameter_server.roles import (
     Assignment,
     Role,
     plan_roles,
     tf_config_roles,
 )
+from hvdtrain.engines.parameter_server.supervisor import _devices, _threads, make_supervisor
 from hvdtrain.errors import ConfigError, WorldError
-from hvdtrain.runtime.stop import StopFlag
+from hvdtrain.process import StopFlag
+from hvdtrain.rendezvous.secret import SECRET_VARIABLE, JobKey
+from hvdtrain.rendezvous.serve import gloo_variables, listen_on_all, serve
 from hvdtrain.world.detect import detect_world
-from hvdtrain.world.rendezvous import gloo_variables, listen_on_all, serve
-from hvdtrain.world.secret import SECRET_VARIABLE, JobKey
 
 SECRET = "the secret of this test"
 KEY = JobKey(SECRET)
@@ -36,24 +36,18 @@ def test_roles_of_one_host_that_draw_one_port_get_two(monkeypatch, tmp_path):
     draws = {rank: iter([21000, 21001 + rank, 21010 + rank]) for rank in range(3)}
     told = {}
 
-    class Told:
-        def __init__(self, assignment, *args, **kwargs):
-            told[assignment.rank] = assignment.cluster
-
-        def run(self):
-            return 0
-
     def randint(low, high):
         return next(draws[int(threading.current_thread().name)])
-    monkeypatch.setattr(rank.random, "randint", randint)
-    monkeypatch.setattr(rank, "Supervisor", Told)
+    monkeypatch.setattr(supervisor.random, "randint", randint)
+    monkeypatch.setattr(supervisor, "Supervisor", lambda assignment, *_: told.__setitem__(
+        assignment.rank, assignment.cluster))
     server = serve(listen_on_all(["127.0.0.1"]), hosts=["localhost"], slots=[3], key=KEY)
     environ = {"HOROVOD_SIZE": "3", "HOROVOD_LOCAL_SIZE": "3", SECRET_VARIABLE: SECRET} | (
         gloo_variables(address="127.0.0.1", port=server.ports["127.0.0.1"], interface="lo",
                        key=KEY))
     try:
-        threads = [threading.Thread(name=str(number), target=lambda world: rank.supervise_role(
-            TrainConfig(engine="ps"), world, environ, [], StopFlag(), dry_run=False), args=[
+        threads = [threading.Thread(name=str(number), target=lambda world: make_supervisor(
+            TrainConfig(engine="ps"), world, environ, [], StopFlag()), args=[
                 detect_world(environ | {"HOROVOD_RANK": str(number), "HOROVOD_LOCAL_RANK":
                                         str(number)})]) for number in range(3)]
         for thread in threads:

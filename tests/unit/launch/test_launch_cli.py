@@ -8,13 +8,18 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hvdtrain.cli.launch import LAUNCH_SETTINGS, LaunchCommand, launch_command
-from hvdtrain.cli.world import render_world, world_command
+from hvdtrain.cli.main import (
+    RANKS_CONTEXT,
+    RanksCommand,
+    launch_command,
+    render_world,
+    world_command,
+)
 from hvdtrain.errors import ConfigError, LaunchError
 from hvdtrain.world import detect_world
 
 app = typer.Typer(pretty_exceptions_enable=False)
-app.command("launch", cls=LaunchCommand, context_settings=LAUNCH_SETTINGS)(launch_command)
+app.command("launch", cls=RanksCommand, context_settings=RANKS_CONTEXT)(launch_command)
 app.command("world")(world_command)
 HVDTRAIN = f"{sys.executable} -m hvdtrain"
 ASKED = "env HVDTRAIN_COLLECTIVE=horovod-gloo"

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.facts import ask_mpirun, find_mpirun, gather_facts, read_version
+from hvdtrain.launch.facts import ask_mpirun, gather_facts, read_version
 from hvdtrain.launch.options import LaunchOptions
 from hvdtrain.launch.plan import make_plan
-from hvdtrain.launch.starters import need_mpirun
+from hvdtrain.launch.starters.mpirun import need_mpirun
 from tests.launch_facts import facts
 
 HYDRA_TEXT = """HYDRA build details:
@@ -45,8 +45,8 @@ def fake_mpirun(directory: Path, answer: str, code: int = 0) -> None:
 def test_the_mpirun_of_the_installation_comes_before_that_on_path(tmp_path: Path) -> None:
     fake_mpirun(tmp_path / "venv", "mpirun (Open MPI) 5.0.11")
     fake_mpirun(tmp_path / "bin", HYDRA_TEXT)
-    beside = find_mpirun(str(tmp_path / "venv"), str(tmp_path / "bin"))
-    on_path = find_mpirun(str(tmp_path / "none"), str(tmp_path / "bin"))
+    beside, _ = ask_mpirun(str(tmp_path / "venv"), str(tmp_path / "bin"))
+    on_path, _ = ask_mpirun(str(tmp_path / "none"), str(tmp_path / "bin"))
     assert beside is not None
     assert (beside.path, beside.major) == (str(tmp_path / "venv" / "mpirun"), 5)
     assert on_path is not None
@@ -81,10 +81,9 @@ def test_mpirun_is_given_the_home_folder_without_which_open_mpi_5_does_not_start
 
 
 def test_no_mpirun_is_none(tmp_path: Path) -> None:
-    assert find_mpirun(str(tmp_path), str(tmp_path)) is None
+    assert ask_mpirun(str(tmp_path), str(tmp_path))[0] is None
 
 
 def test_gather_facts_answers_for_this_machine() -> None:
     here = gather_facts()
     assert here.cores >= 1
-    assert Path(here.python).exists()

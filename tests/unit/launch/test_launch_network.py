@@ -3,8 +3,7 @@
 import pytest
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.link import HostFacts
-from hvdtrain.launch.network import choose_interface, rendezvous_address
+from hvdtrain.launch.link import HostFacts, choose_interface, rendezvous_address
 
 
 def host(**changes: object) -> HostFacts:

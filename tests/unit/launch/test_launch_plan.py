@@ -1,4 +1,4 @@
-"""Which starter, with which command line: whole texts, from options and facts alone."""
+"""Which starter, with which command line: whole texts, from values alone; and its messages."""
 
 import os
 from pathlib import Path
@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import ConfigError, LaunchError
-from hvdtrain.launch.options import ElasticOptions, LaunchOptions
-from hvdtrain.launch.plan import LaunchPlan, make_plan
-from hvdtrain.launch.remote_shell import RemoteOptions
-from hvdtrain.launch.render import render
+from hvdtrain.launch.by_starter import ExitReader
+from hvdtrain.launch.options import LaunchOptions, RemoteOptions
+from hvdtrain.launch.plan import LaunchPlan, make_plan, render
+from hvdtrain.launch.starters import starter_named
+from hvdtrain.launch.starters.base import RankExit
 from hvdtrain.preload.client import SOCKET_VARIABLE
 from tests.launch_facts import MPICH, OPENMPI_4, facts
 
@@ -50,16 +51,15 @@ CASES: dict[str, dict[str, Any]] = {
               "machine": {"mpirun": MPICH, "horovod_mpi_kind": "mpich"}},
     "no_horovod": {"machine": NO_HOROVOD},
     "native_hosts": REMOTE,
+    "native_tree": {"np": None, "hosts": "hosta:1,hostb:2,hostc:1,hostd:1,hoste:1",
+                    "ssh_fanout": 2},
     "openmpi_5_hosts": REMOTE | {"starter": "mpirun", "env": ("NAME=two words",), "environ": {
         "PATH": "/bin", "NCCL_DEBUG": "INFO", "HOROVOD_RANK": "0", "OTHER": "x"}},
     "openmpi_4_hosts": REMOTE | {"starter": "mpirun", "machine": {"mpirun": OPENMPI_4}},
     "mpich_hosts": HOSTS | {"collective": "mpi4py", "network_interface": ("ib0",), "machine": {
         "mpirun": MPICH, "horovod_mpi_kind": "mpich"}},
     "horovodrun_hosts": REMOTE | {
-        "starter": "horovodrun", "network_interface": ("ib0",), "elastic": ElasticOptions(
-            min_np=2, max_np=8, elastic_timeout_s=60, reset_limit=3)},
-    "horovodrun_discovery": {"starter": "horovodrun", "elastic": ElasticOptions(
-        min_np=2, host_discovery_script=Path("./my hosts.sh"), slots_per_host=4)},
+        "starter": "horovodrun", "network_interface": ("ib0",)},
     "horovodrun_mpi": {"starter": "horovodrun", "collective": "horovod-mpi"},
     "srun": {"np": None, "environ": JOB, "machine": {"srun": "/usr/bin/srun"}},
     "srun_some": {"np": 3, "environ": JOB | {"SLURM_CPUS_PER_TASK": "6"},
@@ -89,7 +89,9 @@ def test_every_golden_text_is_tested() -> None:
     ({"collective": "horovod-mpi"}, {}, "mpirun"),
     ({"collective": "mpi4py"}, {}, "mpirun"),
     ({}, {"horovod_gloo": False}, "mpirun"),
-    ({}, NO_HOROVOD, "mpirun"),
+    ({}, NO_HOROVOD, "native"),
+    ({"hosts": "hosta:2,hostb:2"}, NO_HOROVOD, "mpirun"),
+    ({"collective": "shared-memory"}, {}, "native"),
     ({"starter": "native"}, NO_HOROVOD | {"mpirun": None}, "native"),
     ({}, {"mpirun": MPICH}, "native"),
 ])
@@ -108,8 +110,10 @@ def test_auto_takes_what_can_work(options: dict[str, Any], machine: dict[str, ob
     ({"starter": "mpirun"}, {"mpirun": MPICH, "horovod_mpi_kind": "mpich"}, []),
     ({"starter": "mpirun"}, {"mpirun": MPICH, "horovod_mpi_kind": None}, []),
     ({"starter": "mpirun"}, NO_HOROVOD | {"mpirun": MPICH}, []),
-    ({}, BROKEN, ["starter mpirun with mpi4py, because: libmpi.so.40 is missing"]),
-    ({}, BROKEN | {"horovod_problem": None},
+    ({}, BROKEN, ["the ranks reduce in shared memory, because: libmpi.so.40 is missing"]),
+    ({"hosts": "hosta:2,hostb:2"}, BROKEN,
+     ["starter mpirun with mpi4py, because: libmpi.so.40 is missing"]),
+    ({"hosts": "hosta:2,hostb:2"}, BROKEN | {"horovod_problem": None},
      ["starter mpirun with mpi4py, because: Horovod is not installed"]),
 ])
 def test_what_the_user_should_know_of_the_choice(
@@ -132,14 +136,13 @@ def test_what_the_user_should_know_of_the_choice(
     ({"starter": "horovodrun"}, BROKEN, r"needs Horovod: libmpi\.so\.40 is missing\. Install it"),
     ({"starter": "horovodrun"}, NO_HOROVOD | {"horovod_problem": None},
      "horovodrun needs Horovod: it is not installed"),
-    ({}, NO_HOROVOD | {"mpirun": None}, "Nothing here can reduce over 4 ranks"),
+    ({"hosts": "hosta:2,hostb:2"}, NO_HOROVOD | {"mpirun": None},
+     "Nothing here can reduce over 4 ranks"),
+    ({"hosts": "hosta:2,hostb:2", "collective": "shared-memory"}, {}, "ranks on one host"),
     ({"np": None}, {}, "number of ranks is not given"),
     ({"starter": "srun"}, {}, "no srun on PATH"),
     ({"starter": "srun"}, {"srun": "/usr/bin/srun"}, "SLURM_JOB_ID is not set"),
     ({"hosts": "hosta:2,localhost:2"}, {}, "hosta, localhost are the same host"),
-    (HOSTS | {"starter": "horovodrun", "elastic": ElasticOptions(
-        host_discovery_script=Path("x"))}, {}, "and a --host-discovery-script too"),
-    ({"elastic": ElasticOptions(min_np=1)}, {}, "--min-np is an option of horovodrun"),
     ({"starter": "horovodrun", "network_interface": ("10.0.0.0/8",)}, {}, "takes names"),
     (REMOTE | {"starter": "mpirun", "remote": RemoteOptions(identity_file=Path("/my keys/k"))},
      {}, "cannot pass the path '/my keys/k'"),
@@ -154,13 +157,14 @@ def test_what_cannot_work_is_refused_with_the_way_out(
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"starter": "qsub"}, "Unknown starter 'qsub'.*native"),
+    ({"starter": "qsub"}, "starter must be one of 'auto'.*'native'.*'qsub'"),
     ({"network_interface": ("10.0.0.0/99",)}, "--network-interface 10.0.0.0/99"),
     ({"network_interface": ("two words",)}, "--network-interface is 'two words'"),
-    ({"collective": "nccl"}, "Unknown collective 'nccl'"),
+    ({"collective": "nccl"}, "collective must be one of .*'nccl'"),
     ({"command": ()}, "nothing to start"),
     ({"hosts": "a:1", "hostfile": Path("f")}, "Both -H and --hostfile"),
-    ({"timeout_s": -1.0}, "--timeout is -1 s"),
+    ({"timeout_s": -1.0}, "timeout_s must be at least 0"),
+    ({"ssh_fanout": 1}, "ssh_fanout must be at least 2"),
     ({"env": ("=x",)}, "--env is '=x'"),
     ({"np": 0}, "Expected at least 1"),
     ({"hosts": "localhost:2"}, "localhost:2 has 2 slots"),
@@ -216,23 +220,12 @@ def test_hosts_of_an_mpijob_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("job-worker-0.job-worker.ns.svc slots=2\njob-worker-1.job-worker.ns.svc "
                         "slots=2\n", encoding="utf-8")
-    monkeypatch.setattr("hvdtrain.launch.places.MPIJOB_HOSTFILE", hostfile)
+    monkeypatch.setattr("hvdtrain.hosts.MPIJOB_HOSTFILE", hostfile)
     made = plan({"K_MPI_JOB_ROLE": "launcher"}, np=None)
     assert (made.np, made.slots[3].host, made.start_timeout_s) == (
         4, "job-worker-1.job-worker.ns.svc", 300.0)
     assert plan({"K_MPI_JOB_ROLE": "worker"}, np=2).slots[0].host == "localhost"
     assert plan({}, np=2).slots[0].host == "localhost"
-
-
-def test_a_kubexec_script_is_used_in_place_of_ssh(tmp_path: Path) -> None:
-    script = tmp_path / "kubexec.sh"
-    script.write_text('#!/bin/sh\nset -x\nPOD_NAME=$1\nshift\n/opt/kube/kubectl exec ${POD_NAME} '
-                      '--container main -- /bin/sh -c "$*"\n', encoding="utf-8")
-    made = plan({"OMPI_MCA_plm_rsh_agent": str(script)}, hosts="pod-0:4")
-    assert made.remote.kubectl == ("/opt/kube/kubectl", "--container", "main")
-    script.write_text("exec something else\n", encoding="utf-8")
-    with pytest.raises(LaunchError, match="holds no line"):
-        plan({"OMPI_MCA_plm_rsh_agent": str(script)}, hosts="pod-0:4")
 
 
 @pytest.mark.parametrize("starter", ["srun", "mpirun", "horovodrun"])
@@ -244,6 +237,22 @@ def test_only_the_native_starter_forks_ranks(starter: str) -> None:
     assert not plan(starter=starter, environ=named | where.get("environ", {}),
                     machine=where.get("machine")).preload
     assert plan(environ=named).preload
+
+
+@pytest.mark.parametrize("starter", ["mpirun", "horovodrun"])
+def test_only_the_native_starter_has_our_tree(starter: str) -> None:
+    with pytest.raises(LaunchError, match=f"--ssh-fanout is of .* native, but .* {starter}"):
+        plan(starter=starter, ssh_fanout=8)
+
+
+def test_a_plan_for_many_hosts_grows_with_them() -> None:
+    """Each rank's place was counted over all hosts: 0.4 s of 1000 hosts with 8 ranks each."""
+    made = plan(np=None, hosts=",".join(f"node{n}:{3 if n % 2 else 2}" for n in range(100)))
+    place = {(slot.host, slot.local_rank): (slot.cross_rank, slot.cross_size)
+             for slot in made.slots}
+    assert place["node99", 0] == (99, 100)
+    assert place["node99", 2] == (49, 50)
+    assert place["node98", 1] == (98, 100)
 
 
 def test_values_of_the_user_stay() -> None:
@@ -261,3 +270,39 @@ def test_hosts_come_from_a_hostfile(tmp_path: Path) -> None:
     hostfile.write_text("hosta slots=3\n", encoding="utf-8")
     made = plan(np=None, hostfile=hostfile)
     assert (made.np, made.slots[2].local_rank) == (3, 2)
+
+
+#: Real messages of real starters about a rank that has ended.
+SAID = [
+    ("srun", "srun: error: hostb: task 2: Exited with exit code 7", RankExit(2, 7)),
+    ("srun", "srun: error: hosta: tasks 0-1: Exited with exit code 75", RankExit(0, 75)),
+    ("srun", "srun: error: hostb: task 2: Killed", RankExit(2, -9)),
+    ("srun", "srun: error: hostb: task 2: Segmentation fault (core dumped)", RankExit(2, -11)),
+    ("mpirun", "prterun noticed that process rank 1 with PID 344 on node hostb exited on\n"
+               "signal 9 (Killed).", RankExit(1, -9)),
+    ("mpirun", "mpirun noticed that process rank 3 with PID 0 on node n exited on signal 11 "
+               "(Segmentation fault).", RankExit(3, -11)),
+    ("mpirun", "   Process name: [prterun-hosta-6@1,1]\n   Exit code:    7", RankExit(1, 7)),
+    ("mpirun", "  Process name: [[62115,1],12]\n  Exit code:    3", RankExit(12, 3)),
+    ("mpirun", "prterun has exited due to process rank 1 with PID 7132 on node vm exiting\n"
+               "improperly. There are three reasons this could occur:",
+     RankExit(1, 1, "left early with code 0")),
+    ("mpirun", "prterun has exited due to process rank 0 with PID 0 on node hosta calling\n"
+               '"abort". This may have caused other processes in the application to be',
+     RankExit(0, 1, "called MPI_Abort")),
+    ("horovodrun", "Process 1 exit with status code 7.", RankExit(1, 7)),
+]
+
+
+@pytest.mark.parametrize(("starter", "text", "expected"), SAID)
+def test_the_end_of_a_rank_is_read(starter: str, text: str, expected: RankExit) -> None:
+    exits = ExitReader(starter_named(starter))
+    assert [end for line in text.splitlines() if (end := exits.read(line))] == [expected]
+
+
+@pytest.mark.parametrize("starter", ["srun", "mpirun", "horovodrun"])
+def test_other_lines_tell_of_no_end(starter: str) -> None:
+    exits = ExitReader(starter_named(starter))
+    for line in ("srun: forcing job termination", "Process name: 1", "Exit code: 7", "-----", "",
+                 "thus causing the job to be terminated. The first process to do so was:"):
+        assert exits.read(line) is None

@@ -5,15 +5,14 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.runtime.progress import IDLE, Progress
-from hvdtrain.runtime.watchdog.judge import (
+from hvdtrain.runtime.watchdog_judge import (
+    RankReport,
     RankView,
-    Report,
-    Verdict,
     find_stall,
     first_warning_s,
     judge,
 )
-from hvdtrain.runtime.watchdog.settings import Settings
+from hvdtrain.runtime.watchdog_loops import Settings
 
 LIMIT_S = 100.0
 NOW_S = 1000.0
@@ -24,7 +23,7 @@ def view(rank, count, *, stalled_s=120.0, silent_s=1.0, at="", slow=False, busy=
     return RankView(
         rank=rank, host=f"host{rank}", state=state, since_s=since_s, heard_s=NOW_S - silent_s,
         changed_s=NOW_S - stalled_s,
-        report=Report(count=count, at=at or f"step {count}", slow=slow, busy=busy, place=place,
+        report=RankReport(count=count, at=at or f"step {count}", slow=slow, busy=busy, place=place,
                       waits=waits))
 
 
@@ -170,11 +169,6 @@ def test_when_a_stall_is_told(limit_s, slow, expected):
     at = "evaluating" if slow else ""
     stall = find_stall(NOW_S, [view(0, 1, slow=slow, at=at), view(1, 2)], limit_s)
     assert first_warning_s(stall, limit_s) == expected
-
-
-def test_a_verdict_travels_as_json_values():
-    verdict = verdict_on(view(0, 42), view(1, 41))
-    assert Verdict.from_message(verdict.to_message()) == verdict
 
 
 @pytest.mark.parametrize(("limit_s", "size", "interval_s"), [

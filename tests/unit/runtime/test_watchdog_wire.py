@@ -10,23 +10,25 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.runtime.progress import Progress
-from hvdtrain.runtime.watchdog.chief import Chief
-from hvdtrain.runtime.watchdog.handshake import hello_of
-from hvdtrain.runtime.watchdog.judge import Report
-from hvdtrain.runtime.watchdog.member import Member, Offer
-from hvdtrain.runtime.watchdog.places import place_of, report_of
-from hvdtrain.runtime.watchdog.settings import Settings
-from hvdtrain.runtime.watchdog.watchdog import own_addresses
-from hvdtrain.runtime.watchdog.wire import AwakeClock, Wire
+from hvdtrain.runtime.watchdog import own_addresses, place_of, report_of
+from hvdtrain.runtime.watchdog_judge import RankReport
+from hvdtrain.runtime.watchdog_loops import (
+    AwakeClock,
+    Chief,
+    Connection,
+    Member,
+    Offer,
+    Settings,
+    hello_of,
+)
 from hvdtrain.world import World
 from hvdtrain.world.network import interfaces
-from hvdtrain.world.rendezvous import listen
 
 
 @pytest.fixture
 def pair():
     a, b = socket.socketpair()
-    wires = Wire(a), Wire(b)
+    wires = Connection(a), Connection(b)
     yield wires
     for wire in wires:
         wire.close()
@@ -43,7 +45,7 @@ def test_messages_arrive_one_by_one_and_whole(pair):
 
 def test_half_a_message_waits_for_its_rest():
     raw, other = socket.socketpair()
-    wire = Wire(other)
+    wire = Connection(other)
     raw.send(b'{"a": ')
     assert wire.receive() == []
     raw.send(b'1}\nno json\n[1]\n')
@@ -65,7 +67,7 @@ def test_a_reader_that_reads_nothing_does_not_block_the_writer(pair):
 
 def test_a_line_without_an_end_closes_the_connection():
     raw, other = socket.socketpair()
-    wire = Wire(other)
+    wire = Connection(other)
     raw.setblocking(False)
     raw.send(b"x" * 70000)
     wire.receive()
@@ -88,7 +90,7 @@ class Rank0:
         self.verdicts = []
         self.settings = Settings(hang_timeout_s=limit_s, size=len(hosts))
         self.progress = Progress()
-        listener = listen("127.0.0.1")
+        listener = socket.create_server(("127.0.0.1", 0))
         self.offer = Offer(addresses=("127.0.0.1",), port=listener.getsockname()[1],
                            token="secret", hang_timeout_s=limit_s)
         self.loop = Chief([listener], "secret", hosts, {"127.0.0.1"}, self.settings,
@@ -142,7 +144,7 @@ def test_strangers_are_not_let_in(rank0, hello):
 def test_a_stranger_that_listens_in_place_of_rank_0_is_not_believed(rank0):
     """It has the address of rank 0, but not the token: the member hears no verdict of it."""
     verdicts, wake = [], socket.socketpair()
-    with listen("127.0.0.1") as stranger:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
         offer = Offer(addresses=("127.0.0.1",), port=stranger.getsockname()[1], token="secret",
                       hang_timeout_s=1.0)
         member = Member(1, offer, "a", Settings(hang_timeout_s=1.0, size=2),
@@ -186,10 +188,23 @@ def test_a_rank_is_answered_and_told_the_end(rank0):
         assert rest.endswith(b'{"bye": true}\n')
 
 
+def test_a_lost_rank_of_a_large_job_is_found_as_soon_as_one_of_a_small_one(rank0, monkeypatch):
+    """Its ranks report every 20 s."""
+    monkeypatch.setattr("hvdtrain.runtime.watchdog_judge.LOST_GRACE_S", 0.5)
+    chief = rank0(hosts=["a"] * 4000, limit_s=300.0)
+    assert chief.settings.interval_s == 20.0
+    with chief.connect(1) as connection:
+        assert b"alive" in connection.recv(200)
+    began = time.monotonic()
+    chief.thread.join(5.0)
+    assert time.monotonic() - began < 4.0
+    assert [(v.kind, v.causes) for v in chief.verdicts] == [("lost", (1,))]
+
+
 def test_ranks_that_cannot_connect_are_told_once_and_not_judged(rank0, monkeypatch):
     from hvdtrain.log import get_logger
     lines = []
-    monkeypatch.setattr("hvdtrain.runtime.watchdog.chief._CONNECT_LIMIT_S", 0.2)
+    monkeypatch.setattr("hvdtrain.runtime.watchdog_loops._MISSING_AFTER_S", 0.2)
     monkeypatch.setattr(get_logger(), "warning", lambda text, *args: lines.append(text % args))
     chief = rank0(limit_s=2.0)
     with chief.connect(2) as connection:
@@ -229,6 +244,7 @@ def test_the_rank_that_does_not_go_on_is_found_and_all_hear_of_it(rank0):
     chief.thread.join(5)
     for verdicts in (chief.verdicts, *told.values()):
         assert [(v.kind, v.causes) for v in verdicts] == [("deadlock", (2,))]
+        assert verdicts == chief.verdicts
     for wake in wakes:
         for end in wake:
             end.close()
@@ -241,7 +257,7 @@ def test_a_rank_tells_where_it_is():
     assert place_of(None) == ("", False)
     progress = Progress()
     progress.advance("x" * 500)
-    assert report_of(progress, with_place=False) == Report(count=1, at="x" * 120, slow=False)
+    assert report_of(progress, with_place=False) == RankReport(count=1, at="x" * 120, slow=False)
 
 
 def world(**changes):

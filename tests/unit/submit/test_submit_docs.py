@@ -8,10 +8,10 @@ import pytest
 import typer.main
 
 from hvdtrain.cli.main import app
-from hvdtrain.cli.settings import words_of
+from hvdtrain.cli.words import words_of
 from hvdtrain.settings import fields_of
-from hvdtrain.submit.k8s_options import KubernetesOptions
-from hvdtrain.submit.slurm_options import SlurmOptions
+from hvdtrain.submit.kubernetes import KubernetesOptions
+from hvdtrain.submit.slurm import SlurmOptions
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from hvdtrain.errors import WorldError
-from hvdtrain.world.slurm import expand_counts, expand_hostlist
+from hvdtrain.hosts import expand_counts, expand_hostlist
 
 
 @pytest.mark.parametrize(("text", "expected"), [

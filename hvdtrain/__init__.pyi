@@ -1,0 +1,53 @@
+"""What `hvdtrain.NAME` is, and its type; `__init__.py` reads these lines when a name is used."""
+
+from hvdtrain.config import TrainConfig as TrainConfig
+from hvdtrain.data.arrays import load_dataset as load_dataset
+from hvdtrain.data.arrays import load_npy as load_npy
+from hvdtrain.data.arrays import load_npz as load_npz
+from hvdtrain.data.arrays import unpacked as unpacked
+from hvdtrain.data.build_once import once_per_host as once_per_host
+from hvdtrain.data.by_file import by_file as by_file
+from hvdtrain.data.csv_files import load_csv as load_csv
+from hvdtrain.data.images import load_images as load_images
+from hvdtrain.data.parquet import load_parquet as load_parquet
+from hvdtrain.data.source import ArraySource as ArraySource
+from hvdtrain.data.source import DataSplits as DataSplits
+from hvdtrain.data.source import Source as Source
+from hvdtrain.data.stream import StreamSource as StreamSource
+from hvdtrain.data.tfrecord import load_tfrecord as load_tfrecord
+from hvdtrain.data.weights import weighted as weighted
+from hvdtrain.engine_config import PsConfig as PsConfig
+from hvdtrain.engine_config import TfConfig as TfConfig
+from hvdtrain.engines.parameter_server.chief import LocalCluster as LocalCluster
+from hvdtrain.errors import HvdtrainError as HvdtrainError
+from hvdtrain.job import Job as Job
+from hvdtrain.notebook.launcher import notebook_launcher as notebook_launcher
+from hvdtrain.optim import DistributedGradientTape as DistributedGradientTape
+from hvdtrain.optim import DistributedOptimizer as DistributedOptimizer
+from hvdtrain.optim import ReducerOptions as ReducerOptions
+from hvdtrain.optim import broadcast_variables as broadcast_variables
+from hvdtrain.optim import consolidated as consolidated
+from hvdtrain.optim import is_distributed as is_distributed
+from hvdtrain.optim import sync_batchnorm as sync_batchnorm
+from hvdtrain.session import Session as Session
+from hvdtrain.session import init as init
+from hvdtrain.session import shutdown as shutdown
+from hvdtrain.train.distribute import alone as alone
+from hvdtrain.train.distribute import distribute as distribute
+from hvdtrain.train.distribute import undistribute as undistribute
+from hvdtrain.train.keras_door import evaluate as evaluate
+from hvdtrain.train.keras_door import fit as fit
+from hvdtrain.train.keras_door import predict as predict
+from hvdtrain.train.own_loop import allgather as allgather
+from hvdtrain.train.own_loop import allreduce as allreduce
+from hvdtrain.train.own_loop import broadcast as broadcast
+from hvdtrain.train.own_loop import gather as gather
+from hvdtrain.train.own_loop import is_chief as is_chief
+from hvdtrain.train.own_loop import print_on_chief as print_on_chief
+from hvdtrain.train.own_loop import rank as rank
+from hvdtrain.train.own_loop import shard as shard
+from hvdtrain.train.own_loop import size as size
+from hvdtrain.world import World as World
+from hvdtrain.world.detect import detect_world as detect_world
+
+__version__: str

@@ -1,1 +1,0 @@
-"""Runs on each host, sent through standard input: standard library only, nothing is installed."""

@@ -1,5 +1,0 @@
-"""Program: one rank of a call from a notebook; `python -m hvdtrain.notebook FOLDER`."""
-
-from hvdtrain.notebook.rank import main
-
-main()

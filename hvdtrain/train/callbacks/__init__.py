@@ -1,1 +1,0 @@
-"""Callbacks of `fit`: `Coordinator` runs first on every rank, the writers on the chief."""
