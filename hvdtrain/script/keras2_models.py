@@ -240,8 +240,8 @@ def _checkpoint_init(before: Callable[..., None]) -> Callable[..., None]:
         if bound.arguments.get("save_weights_only") and not path.endswith(".weights.h5"):
             before(self, f"{path}.weights.h5", *args, **kwargs)  # what Keras 3 accepts
             self.filepath = path
-        elif path.endswith(".hdf5"):
-            before(self, f"{path}.h5", *args, **kwargs)
+        elif path.endswith((".h5", ".hdf5")):  # the first only since Keras 3.8
+            before(self, f"{path}.keras", *args, **kwargs)
             self.filepath = path
         else:
             before(self, filepath, *args, **kwargs)
@@ -305,5 +305,5 @@ def _load_weights(before: Callable[..., None]) -> Callable[..., None]:
             group = file if "layer_names" in file.attrs else file["model_weights"]
             read = (legacy.load_weights_from_hdf5_group_by_name if by_name
                     else legacy.load_weights_from_hdf5_group)
-            read(group, model, skip_mismatch)
+            read(group, model, **{"skip_mismatch": True} if skip_mismatch else {})
     return load_weights
