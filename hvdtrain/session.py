@@ -138,6 +138,11 @@ def _prepare_keras(collective: Collective) -> None:
     _at_shutdown.append(watch_keras(collective))
 
 
+def current_session() -> Session | None:
+    """The session, if `init` was called."""
+    return _current[0] if _current else None
+
+
 def session_for(config: TrainConfig) -> Session:
     """The session of a script's training: that of `init`, or a new one. All ranks."""
     # ConfigError where a setting is for another engine, or `init` was called with another value.

@@ -89,7 +89,7 @@ def distribute(model: Any, *, config: TrainConfig | None = None) -> Any:
     for name in _SAVING:
         original = getattr(model, name)
         keras_seam.set_on_instance(model, name, functools.wraps(original)(
-            functools.partial(_save, model, original, session)))
+            functools.partial(save_on_chief, model, original, session)))
     if session.world.size > 1:
         keras_seam.set_on_instance(model, "train_on_batch", _refuse_train_on_batch)
     return model
@@ -162,7 +162,7 @@ def _refuse_train_on_batch(*_: Any, **__: Any) -> Any:
         "your own with hvdtrain.shard and hvdtrain.DistributedOptimizer (docs/from-keras.md).")
 
 
-def _save(model: Any, save: Callable[..., Any], session: Session, filepath: Any, *args: Any,
+def save_on_chief(model: Any, save: Callable[..., Any], session: Session, filepath: Any, *args: Any,
           **kwargs: Any) -> None:
     """Write a complete file on the chief; returns when it is there. All ranks."""
     # In what only the chief does (a callback that writes files) it does not wait for the others.

@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 
 #: layer -> its modules; a module may import its own layer and those in ALLOWED.
 LAYERS = {
-    "base": ("cache", "errors", "fork", "log", "optional", "process", "whole_file"),
+    "base": ("cache", "errors", "fork", "log", "optional", "process", "program",
+             "whole_file"),
     "facts": ("collective_names", "config", "engine_config", "settings", "hosts", "world", "job",
               "horovod_check"),
     "preload": ("preload",),
@@ -28,6 +29,7 @@ LAYERS = {
     "build": ("build_horovod",),
     "train": ("train", "session"),
     "engines": ("engines",),
+    "script": ("script",),
     "entry": ("entry", "rank_main", "doctor.allreduce_probe",
               "bench.job_probe", "bench.job_profile", "bench.exchange_probe", "bench.short_job",
               "notebook.rank"),
@@ -36,7 +38,7 @@ LAYERS = {
 ALLOWED = {
     "base": set(),
     "facts": {"base"},
-    "preload": set(),
+    "preload": {"base"},
     "rendezvous": {"base", "facts"},
     "driver": {"base", "facts", "preload", "rendezvous"},
     "notebook": {"base", "facts", "preload", "driver"},
@@ -51,6 +53,7 @@ ALLOWED = {
     "train": {"base", "facts", "rendezvous", "runtime", "collectives", "data", "optim"},
     "engines": {"base", "facts", "preload", "rendezvous", "runtime", "collectives", "data", "optim",
                 "train"},
+    "script": {"base", "facts", "runtime", "collectives", "data", "optim", "train"},
     "entry": {"base", "facts", "preload", "rendezvous", "runtime", "collectives", "data", "optim",
               "zoo", "train", "engines", "notebook"},
     "top": set(LAYERS) - {"top"},
