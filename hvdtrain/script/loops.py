@@ -38,6 +38,7 @@ from hvdtrain.train.chief import needs_all
 from hvdtrain.train.evaluate import result_of_all
 
 _DIVIDED = "_hvdtrain_updated_in_parts"
+_BEGINS = "begins the training loop in line"
 _HOW = ("hvdtrain run divides the data of `for batch in dataset:`, where dataset is a "
         "tf.data.Dataset of batches, outside of a tf.function. For any other loop write "
         "hvdtrain.init(), then take batches from hvdtrain.shard(...) and gradients from "
@@ -101,7 +102,10 @@ class Loops:
         found = divided(dataset, Part(rank=world.rank, size=world.size),
                         batches_per_step=world.size if self.config.batch == "per_rank" else 1)
         with needs_all("begins a training loop"):
-            self.session.collective.gather_objects(("a training loop", str(at[1])))
+            everyone = self.session.collective.gather_objects((f"{_BEGINS} {at[1]}", ""))
+        if len(set(map(tuple, everyone))) > 1:
+            raise ConfigError("The ranks do not begin the same training loop. Do not put it behind "
+                              "a condition on the rank.")
         note_used("a training loop")
         if at not in self._told:
             self._told.add(at)
@@ -160,10 +164,8 @@ class Loops:
     def _apply(self, original: Callable[..., Any], optimizer: Any, *args: Any,
                **kwargs: Any) -> Any:
         if not self._averaged:
-            at = self._line()
-            where = "" if at is None else f"{at[0]}, line {at[1]}: "
             raise ConfigError(
-                f"{where}an optimizer was given gradients that are of this rank alone: each of "
+                "An optimizer was given gradients that are of this rank alone: each of "
                 f"{self.session.world.size} ranks would train on all data. {_HOW}.")
         return original(*args, **kwargs)
 

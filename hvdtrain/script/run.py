@@ -64,6 +64,8 @@ def run_script(options: ScriptOptions) -> dict[str, Any]:
         sys.path[0] = root
     elif not sys.flags.safe_path:
         sys.path.insert(0, root)
+    if sys.excepthook.__module__.startswith("typer"):
+        sys.excepthook = sys.__excepthook__  # as a script finds it
     forget()
     with _served(scan, options.config), _told_as_by_python(scan):
         made = run_program(flag, options.program, options.arguments)
@@ -183,6 +185,7 @@ def _told_as_by_python(scan: Scan) -> Iterator[None]:
             _name_line(error, trace, scan)
             if sys.excepthook is sys.__excepthook__:
                 raise
+        error.__traceback__ = trace
         sys.excepthook(type(error), error, trace)
         raise SystemExit(EXIT_RUN_FAILED) from None
 
