@@ -55,6 +55,9 @@ class _HorovodCollective(Collective):
         self._process_sets: dict[tuple[int, ...], Any] = {}
         self._members = list(range(self.size))
         """Horovod's ranks, by rank of this collective; they differ in a subset."""
+        # Made here: a function that makes variables in its first trace is traced twice.
+        for dtype in ("float16", "float32", "float64", "int32", "int64"):
+            self._zero(self._tf.dtypes.as_dtype(dtype))
 
     @property
     def _how(self) -> dict[str, Any]:
