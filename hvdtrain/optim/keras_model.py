@@ -62,6 +62,11 @@ def compiled_settings_kept(model: Any) -> Iterator[None]:
         yield
 
 
+def learned_weights(model: Any) -> list[Any]:
+    """The weights that gradients update, or would if they were not frozen."""
+    return [v for layer in model._flatten_layers() for v in layer._trainable_variables]
+
+
 def metrics_are_built(model: Any) -> bool:
     """Whether the compiled metrics have their variables."""
     parts = [model._compile_metrics, model._compile_loss]
