@@ -12,7 +12,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
+_PACKAGES = ("keras", "tensorflow")  # with Horovod's names; not in `__all__`, for import *
+
+
 def __getattr__(name: str) -> Any:
+    from importlib import import_module
+    if name in _PACKAGES:
+        return import_module(f"{__name__}.{name}")
     # The stub for type checkers is the only list of names: one in a line, with its module.
     with open(f"{__path__[0]}/__init__.pyi", encoding="utf-8") as stub:
         lines = [line.split() for line in stub]
@@ -21,10 +27,9 @@ def __getattr__(name: str) -> Any:
         return ["__version__", *sorted(modules)]
     if name not in modules:
         raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")
-    from importlib import import_module
     globals()[name] = found = getattr(import_module(modules[name]), name)
     return found
 
 
 def __dir__() -> list[str]:
-    return sorted(__getattr__("__all__"))
+    return sorted([*__getattr__("__all__"), *_PACKAGES])

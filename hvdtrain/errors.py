@@ -67,6 +67,10 @@ class CollectiveError(HvdtrainError, RuntimeError):
     exit_code: int = EXIT_COLLECTIVE
 
 
+class NotInitializedError(CollectiveError, ValueError):
+    """A function of Horovod was called before `init`."""
+
+
 class RankGoneError(CollectiveError):
     """Another rank has ended while this one communicates with it."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +60,8 @@ _at_shutdown: list[Callable[[], None]] = []
 
 
 def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_timeout_s,
-         timeline: Path | None = None,
+         timeline: Path | None = None, horovod_way: bool = False,
+         process_sets: Sequence[Sequence[int]] = (),
          environ: MutableMapping[str, str] | None = None) -> Session:
     """Find out which rank this process is, pin its devices and meet the others. All ranks.
 
@@ -76,6 +77,11 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
             `TrainConfig`. 0: no watchdog. Defaults to 300.
         timeline: Path of a file in which Horovod writes on the chief when each collective began and
             ended, for `chrome://tracing` or Perfetto.
+        horovod_way: Boolean, for scripts written for Horovod, as `hvdtrain.tensorflow.init` sets
+            it: several ranks use Horovod, random generators stay as they are, so that each rank
+            shuffles in another order, and `model.fit` with the same data on all ranks is a
+            warning. A later call can still set it; it keeps collective and seeds.
+        process_sets: Sequence of sequences of ranks, subsets that Horovod knows from the start.
         environ: Mapping; defaults to the process environment. `HOROVOD_*` variables are added to it
             where no starter prepared a rendezvous.
 
@@ -89,6 +95,8 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
         DeviceError: More ranks on this host than GPUs.
     """
     if _current:
+        if horovod_way:
+            _allow_horovod_way(_current[0])
         return _current[0]
     env = os.environ if environ is None else environ
     guard = ScriptGuard(env)
@@ -99,11 +107,11 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
     world = guard.world = detect_world(env)
     log.configure(log.rank_prefix(world.rank, world.size, world.host))
     choice = choose(collective, world, check_horovod(),
-                    among="horovod" * (timeline is not None and world.size > 1))
+                    among="horovod" * ((horovod_way or timeline is not None) and world.size > 1))
     require("tensorflow", "training")
     require("keras", "training")
     from hvdtrain.train import devices
-    plan = devices.pin(world, env)
+    plan = devices.pin(world, env, late=horovod_way)
     if choice.name == "horovod-gloo":
         env.update(bootstrap(world, env))
         # Gloo's own limit of 30 s also bounds how much later the slowest rank may start.
@@ -113,7 +121,7 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
     if plan.crowded and world.starter == "openmpi":
         # Else ranks that wait take the cores from those that compute: 12 times slower.
         env.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    made = create(choice, world, env)
+    made = create(choice, world, env, process_sets)
     compare_with_promise(world, made)
     made.one_host = world.local_size == world.size
     progress = Progress()
@@ -126,16 +134,39 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
     _current.append(session)
     use(made)
     if world.size > 1:
-        _prepare_keras(made)
+        _prepare_keras(session, horovod_way=horovod_way)
     return session
 
 
-def _prepare_keras(collective: Collective) -> None:
+def _prepare_keras(session: Session, *, horovod_way: bool) -> None:
     """Seed the ranks alike, and watch calls of Keras' own `fit` and `save_model`."""
     from hvdtrain.train.distribute import watch_keras
     from hvdtrain.train.own_loop import agree_on_seeds
-    agree_on_seeds(collective)
-    _at_shutdown.append(watch_keras(collective))
+    if horovod_way:
+        _allow_horovod_way(session)
+    else:
+        agree_on_seeds(session.collective)
+    _at_shutdown.append(watch_keras(session.collective))
+
+
+def _allow_horovod_way(session: Session) -> None:
+    from hvdtrain.train.distribute import allow_horovod_way
+    if session.world.size > 1 and not session.choice.name.startswith("horovod"):
+        raise ConfigError(
+            f"Horovod's functions need Horovod, but hvdtrain.init() chose the collective "
+            f"`{session.choice.name}` ({session.choice.reason}). Call hvd.init() first, or write "
+            "hvdtrain.init(collective=\"horovod-gloo\").")
+    _at_shutdown.append(allow_horovod_way())
+
+
+def started() -> Session | None:
+    """The session of this process, or None before `init` and after `shutdown`."""
+    return _current[0] if _current else None
+
+
+def current_session() -> Session | None:
+    """The session, if `init` was called."""
+    return _current[0] if _current else None
 
 
 def session_for(config: TrainConfig) -> Session:

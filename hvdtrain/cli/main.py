@@ -23,6 +23,7 @@ from hvdtrain.cli.job import (
     plan_command,
     report_command,
 )
+from hvdtrain.cli.script import ScriptCommand, run_command
 from hvdtrain.cli.settings import GroupedCommand, Set, settings_env, with_settings
 from hvdtrain.cli.words import Launch
 from hvdtrain.doctor.options import DoctorOptions
@@ -239,6 +240,7 @@ def build_horovod_command(
 
 
 app.command("fit", cls=GroupedCommand)(fit_command)
+app.command("run", cls=ScriptCommand, context_settings=RANKS_CONTEXT)(run_command)
 app.command("launch", cls=RanksCommand, context_settings=RANKS_CONTEXT)(launch_command)
 app.command("slurm", cls=RanksCommand, context_settings=RANKS_CONTEXT)(slurm_command)
 app.add_typer(k8s_app, name="k8s")

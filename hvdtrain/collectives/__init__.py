@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -43,9 +43,10 @@ def choose(requested: str, world: World, horovod: HorovodCheck, *, among: str = 
     return Choice(name=requested, reason="asked for")
 
 
-def create(choice: Choice, world: World, environ: MutableMapping[str, str]) -> Collective:
-    """Create and initialize the chosen collective. All ranks."""
-    return _class_of(choice.name).start(world, environ)
+def create(choice: Choice, world: World, environ: MutableMapping[str, str],
+           process_sets: Sequence[Sequence[int]] = ()) -> Collective:
+    """Create and initialize the chosen collective; see `Collective.start`. All ranks."""
+    return _class_of(choice.name).start(world, environ, process_sets)
 
 
 def _class_of(name: str) -> type[Collective]:

@@ -69,9 +69,13 @@ class Collective(ABC):
         """
 
     @classmethod
-    def start(cls, world: World, environ: MutableMapping[str, str]) -> Collective:
-        """Create it. All ranks together; `environ` tells where they find each other."""
-        del world, environ
+    def start(cls, world: World, environ: MutableMapping[str, str],
+              process_sets: Sequence[Sequence[int]] = ()) -> Collective:
+        """Create it. All ranks together; `environ` tells where they find each other.
+
+        `process_sets` are subsets of ranks that Horovod knows from its start on.
+        """
+        del world, environ, process_sets
         return cls()
 
     @abstractmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import MutableMapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from hvdtrain.collectives.base import (
     Tensor,
     refuse_without_mpi,
 )
+from hvdtrain.collectives.real_horovod import real_horovod
 from hvdtrain.errors import CollectiveError
 from hvdtrain.horovod_check import HorovodCheck
 from hvdtrain.optional import require
@@ -34,16 +35,16 @@ _FILES, _FILES_OF_PEER = 512, 4
 """Gloo connects each rank with each other one in up to four groups; and what a training opens."""
 
 
-class _HorovodCollective(Collective):
-    """All ranks must create it together: the constructor calls `hvd.init()`."""
+class HorovodCollective(Collective):
+    """All ranks must create it together: the constructor calls `hvd.init()`, with these sets."""
     # `HOROVOD_CONTROLLER` and `HOROVOD_CPU_OPERATIONS` decide what sends CPU tensors; GPU tensors
     # go through NCCL where Horovod was built with it.
 
-    def __init__(self) -> None:
+    def __init__(self, process_sets: Sequence[Sequence[int]] = ()) -> None:
         self._tf = require("tensorflow", "training")
-        self._hvd = require("horovod.tensorflow", "the Horovod collective")
-        self._ops = require("horovod.tensorflow.mpi_ops", "the Horovod collective")
-        self._hvd.init()
+        self._hvd, self._ops, kinds = real_horovod()
+        sets = {tuple(sorted(ranks)): kinds.ProcessSet(list(ranks)) for ranks in process_sets}
+        self._hvd.init(process_sets=list(sets.values()))
         self.rank = int(self._hvd.rank())
         self.size = int(self._hvd.size())
         self._op = {op: getattr(self._hvd, op.capitalize())
@@ -52,13 +53,32 @@ class _HorovodCollective(Collective):
         # Gloo's own reduce-scatter takes twice as long as its allreduce.
         self._own_scatter = self.name == "horovod-mpi" or bool(self._hvd.nccl_built())
         self._process_set = self._ops.global_process_set
-        self._process_sets: dict[tuple[int, ...], Any] = {}
+        self._process_sets: dict[tuple[int, ...], Any] = sets
         self._members = list(range(self.size))
         """Horovod's ranks, by rank of this collective; they differ in a subset."""
+        # Made here: a function that makes variables in its first trace is traced twice.
+        for dtype in ("float16", "float32", "float64", "int32", "int64"):
+            self._zero(self._tf.dtypes.as_dtype(dtype))
+
+    @classmethod
+    def start(cls, world: World, environ: MutableMapping[str, str],
+              process_sets: Sequence[Sequence[int]] = ()) -> Self:
+        del world, environ
+        return cls(process_sets)
 
     @property
     def _how(self) -> dict[str, Any]:
         return {"ignore_name_scope": True, "process_set": self._process_set}
+
+    @property
+    def module(self) -> Any:
+        """The real `horovod.tensorflow`."""
+        return self._hvd
+
+    @property
+    def operations(self) -> Any:
+        """The real `horovod.tensorflow.mpi_ops`."""
+        return self._ops
 
     def _fused(self, what: str, tensors: Sequence[Tensor], name: str,
                op: ReduceOp) -> list[Tensor]:
@@ -68,7 +88,7 @@ class _HorovodCollective(Collective):
         return list(getattr(self._ops, f"_grouped_{what}")(tensors, **how))
 
     def reduce(self, tensors: Sequence[Tensor], *, name: str, op: ReduceOp) -> list[Tensor]:
-        return self._fused("allreduce", self._tie(list(tensors)), name, op)
+        return self._fused("allreduce", self.tie(list(tensors)), name, op)
 
     def refusal(self, op: ReduceOp) -> str | None:
         if op != "adasum" or self.size == 1:
@@ -83,14 +103,14 @@ class _HorovodCollective(Collective):
         return None
 
     def allgather(self, tensor: Tensor, *, name: str) -> Tensor:
-        return self._hvd.allgather(self._tie([tensor])[0], name=name, **self._how)
+        return self._hvd.allgather(self.tie([tensor])[0], name=name, **self._how)
 
     def reduce_scatter(self, tensors: Sequence[Tensor], *, name: str,
                        op: ReduceOp) -> list[Tensor]:
         # Where it is no use, ranks exchange parts, as many bytes, and each sums those it gets.
         if not self._own_scatter:
             return [self._exchange_and_sum(t, f"{name}.{i}", op) for i, t in enumerate(tensors)]
-        parts = self._fused("reducescatter", self._tie(list(tensors), by_sum=False), name, op)
+        parts = self._fused("reducescatter", self.tie(list(tensors), by_sum=False), name, op)
         for part, tensor in zip(parts, tensors, strict=True):
             part.set_shape(self.part_shape(tensor))
         return parts
@@ -106,16 +126,15 @@ class _HorovodCollective(Collective):
     def alltoall(self, tensor: Tensor, *, name: str) -> Tensor:
         part = self._tf.fill([self.size], self._tf.shape(tensor)[0] // self.size)
         received, _ = self._hvd.alltoall(
-            tensor, splits=self._tie([part])[0], name=name, **self._how)
+            tensor, splits=self.tie([part])[0], name=name, **self._how)
         received.set_shape(tensor.shape)
         return received
 
-    def _subset(self, members: list[int]) -> _HorovodCollective | None:
+    def _subset(self, members: list[int]) -> HorovodCollective | None:
         chosen = tuple(self._members[r] for r in members)
         if list(chosen) == self._members:
             return self
-        if chosen not in self._process_sets:
-            self._process_sets[chosen] = self._add_process_set(chosen)
+        self.process_set_id(chosen)
         if self._members[self.rank] not in chosen:
             return None
         part = copy.copy(self)
@@ -124,6 +143,21 @@ class _HorovodCollective(Collective):
         part.size = len(chosen)
         part.rank = chosen.index(self._members[self.rank])
         return part
+
+    def process_set_id(self, ranks: Sequence[int], *, add: bool = True) -> int | None:
+        """Horovod's number of the set of these ranks; None where it has none. All ranks to add."""
+        chosen = tuple(sorted(ranks))
+        if list(chosen) == self._members:
+            return int(self._process_set.process_set_id)
+        if chosen not in self._process_sets and add:
+            self._process_sets[chosen] = self._add_process_set(chosen)
+        known = self._process_sets.get(chosen)
+        return None if known is None else int(known.process_set_id)
+
+    def remove_process_set(self, ranks: Sequence[int]) -> bool:
+        """Remove a set of ranks; False if it cannot be. All ranks."""
+        known = self._process_sets.pop(tuple(sorted(ranks)), None)
+        return known is not None and bool(self._hvd.remove_process_set(known))
 
     def _add_process_set(self, members: Sequence[int]) -> Any:
         if self._process_set is not self._ops.global_process_set:
@@ -137,7 +171,7 @@ class _HorovodCollective(Collective):
             raise CollectiveError(
                 "Horovod was started without dynamic process sets, which a subset of ranks "
                 "needs. Set HOROVOD_DYNAMIC_PROCESS_SETS=1 in the environment of all ranks before "
-                "hvdtrain.init().") from None
+                "hvdtrain.init(), or call hvd.init(process_sets=\"dynamic\") first.") from None
 
     def _broadcast_bytes(self, part: Array, root: int) -> Array:
         sent: Array = self._hvd.broadcast(
@@ -162,8 +196,8 @@ class _HorovodCollective(Collective):
         if self._process_set is self._ops.global_process_set:
             self._hvd.shutdown()
 
-    def _tie(self, tensors: list[Tensor], *, by_sum: bool = True) -> list[Tensor]:
-        """Make one tensor of the group depend on a variable, inside a graph."""
+    def tie(self, tensors: list[Tensor], *, by_sum: bool = True) -> list[Tensor]:
+        """Inside a graph, make one tensor of a group depend on a variable."""
         # Horovod registers its operations as stateless, so TensorFlow folds a collective whose
         # inputs are all constants: it runs once and later calls return the old value or hang. A
         # variable among the inputs prevents it (a control dependency does not). The smallest tensor
@@ -193,7 +227,7 @@ class _HorovodCollective(Collective):
         return self._zeros[dtype.name].read_value()
 
 
-class HorovodGloo(_HorovodCollective):
+class HorovodGloo(HorovodCollective):
     """Horovod whose CPU tensors go over Gloo."""
 
     name = "horovod-gloo"
@@ -214,13 +248,14 @@ class HorovodGloo(_HorovodCollective):
                 f"Start the ranks with: hvdtrain launch -np {world.size} fit ...")
 
     @classmethod
-    def start(cls, world: World, environ: MutableMapping[str, str]) -> HorovodGloo:
+    def start(cls, world: World, environ: MutableMapping[str, str],
+              process_sets: Sequence[Sequence[int]] = ()) -> Self:
         allow_open_files(_FILES + _FILES_OF_PEER * world.size)
         with relayed(world, environ):
-            return cls()
+            return cls(process_sets)
 
 
-class HorovodMpi(_HorovodCollective):
+class HorovodMpi(HorovodCollective):
     """Horovod whose CPU tensors go over MPI."""
 
     name = "horovod-mpi"

@@ -84,7 +84,9 @@ class SharedMemory(ArrayCollective):
                 f"{world.size}, {world.local_size} of them on {world.host}. Use `auto`.")
 
     @classmethod
-    def start(cls, world: World, environ: Mapping[str, str]) -> SharedMemory:
+    def start(cls, world: World, environ: Mapping[str, str],
+              process_sets: Sequence[Sequence[int]] = ()) -> SharedMemory:
+        del process_sets
         client = open_rendezvous(world, environ, "hvdtrain.shared_memory")
         return cls._meet(world.rank, world.size,
                          lambda address: exchange(client, world, "address", address)[0])

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     StarterName = str
 else:
     StarterName = Literal["auto", *STARTERS]
-RANK_COMMANDS = ("fit", "world")
+RANK_COMMANDS = ("fit", "run", "world")
 
 
 @dataclass(frozen=True, kw_only=True)

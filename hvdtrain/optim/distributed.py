@@ -175,7 +175,7 @@ def is_distributed(optimizer: Any) -> bool:
 
 def DistributedOptimizer(  # noqa: N802 - the name the field knows
         optimizer: Any, *, collective: Collective | None = None,
-        options: ReducerOptions | None = None, zero: bool = False) -> Any:
+        options: ReducerOptions | None = None, zero: bool = False, name: str | None = None) -> Any:
     """Make `optimizer` average its gradients over all ranks, in place.
 
     All ranks must call it, in the same order for several optimizers. Calling it again on the same
@@ -188,6 +188,7 @@ def DistributedOptimizer(  # noqa: N802 - the name the field knows
         collective: The collective to use; defaults to that of `hvdtrain.init()`.
         options: A `ReducerOptions`; defaults to `ReducerOptions()`.
         zero: Boolean, divide the state of the optimizer over the ranks (`optim.zero`).
+        name: String, begins the names of its collectives; equal on all ranks.
 
     Returns:
         The same object.
@@ -203,7 +204,8 @@ def DistributedOptimizer(  # noqa: N802 - the name the field knows
     known = state_of(optimizer)
     if known is None:
         options = options or ReducerOptions()
-        _distribute(optimizer, collective or current(), options, given=options, zero=zero)
+        _distribute(optimizer, collective or current(), options, given=options, zero=zero,
+                    name=name or "hvdtrain")
     elif options not in (None, known.given) or zero not in (False, known.zero):
         raise OptimizerError(
             f"`{optimizer.name}` is distributed already, with {known.given.text}, "
@@ -243,13 +245,13 @@ def _states(optimizer: Any) -> list[HookState]:
 
 
 def _distribute(optimizer: Any, collective: Collective, options: ReducerOptions, *,
-                given: ReducerOptions, zero: bool) -> None:
+                given: ReducerOptions, zero: bool, name: str = "hvdtrain") -> None:
     if not hasattr(optimizer, "apply") or not hasattr(optimizer, "variables"):
         raise OptimizerError(
             f"Expected a Keras optimizer object. Received: {optimizer!r} of type "
             f"{type(optimizer).__name__}. Use e.g. keras.optimizers.Adam(1e-3).")
     keras_seam.check_keras()
-    state = HookState(collective=collective, name=f"hvdtrain.opt{next(_counter)}", given=given,
+    state = HookState(collective=collective, name=f"{name}.opt{next(_counter)}", given=given,
                       options=options, zero=zero and collective.size > 1)
     leaves = keras_seam.leaf_optimizers(optimizer)
     fresh = [leaf for leaf in leaves if not is_distributed(leaf)]

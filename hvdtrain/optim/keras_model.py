@@ -62,6 +62,11 @@ def compiled_settings_kept(model: Any) -> Iterator[None]:
         yield
 
 
+def learned_weights(model: Any) -> list[Any]:
+    """The weights that gradients update, or would if they were not frozen."""
+    return [v for layer in model._flatten_layers() for v in layer._trainable_variables]
+
+
 def metrics_are_built(model: Any) -> bool:
     """Whether the compiled metrics have their variables."""
     parts = [model._compile_metrics, model._compile_loss]
@@ -86,6 +91,10 @@ def has_own_step(model: Any) -> bool:
 
 def fixed_batch(model: Any) -> int | None:
     """The batch size of a model that takes one only, as stateful ones do; else None."""
+    # A Sequential that was built by its first batch has its size, and takes others all the same.
+    if isinstance(model, keras.Sequential) and not any(
+            getattr(layer, "stateful", False) for layer in model._flatten_layers()):
+        return None
     return next((int(tensor.shape[0]) for tensor in _inputs(model)
                  if len(tensor.shape) and tensor.shape[0] is not None), None)
 

@@ -311,6 +311,14 @@ def accumulators(leaf: Optimizer) -> list[Any]:
     return list(getattr(leaf, "_accumulated_gradients", []))
 
 
+def velocities(leaf: Optimizer) -> list[Any]:
+    """The momentum of each variable, of an optimizer with one learning rate within it."""
+    if not leaf.built or not getattr(leaf, "momentum", 0.0):
+        return []
+    return [v for name, kept in slots(leaf, len(trained(leaf))).items()
+            if name.lstrip("_") == "momentums" for v in kept if v is not None]
+
+
 def build(optimizer: Optimizer, variables: Sequence[Any]) -> None:
     """Build an optimizer as its `apply` does."""
     with keras.name_scope(optimizer.name, caller=optimizer):

@@ -46,6 +46,17 @@ class ReducerOptions(ReductionConfig):
     """Variables whose gradients stay on their rank: names, paths or parts of paths (`"expert"` for
     all of a layer of that name), or a function of the variable."""
 
+    scale_local: bool = False
+    """Divide the gradients of local variables by N, as Horovod does."""
+    factor: float = 1.0
+    """Multiplies each gradient once it is reduced, before clipping."""
+    groups: int | tuple[tuple[str, ...], ...] = 0
+    """In place of `bucket_bytes`: so many groups, or groups of variables (`variable_key`)."""
+    device_dense: str = ""
+    """The device of reductions of dense gradients, such as `"/cpu:0"`; empty: theirs."""
+    device_sparse: str = ""
+    """As `device_dense`, where rows are gathered."""
+
     def __post_init__(self) -> None:
         if isinstance(self.local_variables, str):
             object.__setattr__(self, "local_variables", (self.local_variables,))
@@ -96,8 +107,14 @@ class ReducerOptions(ReductionConfig):
     @property
     def text(self) -> str:
         """A string of the settings that must be equal on all ranks."""
+        # Keys of variables belong to one process; `GradientKind` compares their groups.
         return ", ".join(f"{name}={value!r}" for name, value in vars(self).items()
-                         if name != "local_variables")
+                         if name != "local_variables" and not (name == "groups" and value))
+
+    def group_of(self, key: str | None) -> int:
+        """The group of a variable by its key; -1: none, or groups are counted only."""
+        groups = () if isinstance(self.groups, int) else self.groups
+        return next((i for i, keys in enumerate(groups) if key in keys), -1)
 
 
 def _is_within(name: str, path: str) -> bool:
@@ -129,7 +146,7 @@ def check_use(options: ReducerOptions, leaves: Sequence[Any], collective: Collec
 
 def check_zero(options: ReducerOptions) -> None:
     """Refuse options that do not work with zero."""
-    for name in ("compression", "predivide", "op", "local_variables", "merge"):
+    for name in ("compression", "predivide", "op", "local_variables", "merge", "factor"):
         value = getattr(options, name)
         if value != getattr(ReducerOptions(), name):
             raise OptimizerError(f"zero averages whole gradients, so it cannot be combined with "
@@ -150,10 +167,12 @@ class GradientKind:
     dtype: str
     shape: tuple[int | None, ...]
     ids: int | None = field(compare=False, default=None)
+    group: int = -1
 
     def __str__(self) -> str:
         shape = " x ".join("?" if n is None else f"{n:,}" for n in self.shape) or "scalar"
-        return f"a {self.form} {self.dtype} gradient ({shape})"
+        group = "" if self.group < 0 else f" of group {self.group}"
+        return f"a {self.form} {self.dtype} gradient ({shape}){group}"
 
 
 Report = tuple[str, str, tuple[GradientKind, ...]]

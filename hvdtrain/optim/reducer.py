@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -80,15 +81,16 @@ class GradientReducer:
         refuse_xla()
         if self.observer is not None:
             self.observer.gradients_ready(gradients)
-        reduced = self._reduced(gradients, variables, indices, is_local=is_local)
+        is_local = is_local or self._options.is_local
+        reduced = self._scaled(
+            self._reduced(gradients, variables, indices, is_local=is_local), variables, is_local)
         if self.observer is not None:
             self.observer.reduced(reduced)
         return reduced
 
     def _reduced(self, gradients: Sequence[Any], variables: Sequence[Any],
                  indices: Sequence[int], *,
-                 is_local: Callable[[str, Any], bool] | None) -> list[Any]:
-        is_local = is_local or self._options.is_local
+                 is_local: Callable[[str, Any], bool]) -> list[Any]:
         shared = {} if self.collective.size == 1 else {
             p: variable for p, (gradient, variable) in enumerate(
                 zip(gradients, variables, strict=True))
@@ -98,8 +100,8 @@ class GradientReducer:
         if not shared:
             return out
         choices = self._agree(
-            [_kind_of(gradients[p], variable, indices[p]) for p, variable in shared.items()],
-            variables)
+            [self._kind_of(gradients[p], variable, indices[p])
+             for p, variable in shared.items()], variables)
         signature = zlib.crc32(repr([indices[p] for p in shared]).encode())
         name = self._names.next(f"{signature:08x}")
         feedback = self.compression.feedback
@@ -109,21 +111,43 @@ class GradientReducer:
         for p, variable in shared.items():
             choice = choices.get(indices[p])
             if choice is not None and choice.way == "gather":
-                out[p] = self._gather_rows(gradients[p], variable, choice, f"{name}.s{p}")
+                with _on(self._options.device_sparse):
+                    out[p] = self._gather_rows(gradients[p], variable, choice, f"{name}.s{p}")
             else:
                 gradient = tf.convert_to_tensor(densify(gradients[p], variable))
                 gradient.set_shape(variable.shape)
                 dense.append(_Dense(p, gradient, VariableKey(
                     keras_seam.variable_key(variable) or indices[p], indices[p])))
         for number, (way, bucket) in enumerate(self._buckets(dense)):
-            means = way.average([one.gradient for one in bucket], [one.key for one in bucket],
-                                name=f"{name}.b{number}")
+            with _on(self._options.device_dense):
+                means = way.average([one.gradient for one in bucket],
+                                    [one.key for one in bucket], name=f"{name}.b{number}")
             for one, mean in zip(bucket, means, strict=True):
                 mean.set_shape(one.gradient.shape)
                 out[one.position] = mean
         if feedback is not None:
             feedback.settle([g for g in out if g is not None])
         return out
+
+    def _scaled(self, gradients: Sequence[Any], variables: Sequence[Any],
+                is_local: Callable[[str, Any], bool]) -> list[Any]:
+        """Multiply by `factor`, and divide the gradients of local variables by N if asked."""
+        size = self.collective.size if self._options.scale_local else 1
+        if size == 1 and self._options.factor == 1:
+            return list(gradients)
+        return [g if g is None else _times(g, self._options.factor / (
+            size if size > 1 and is_local(keras_seam.variable_path(v), v) else 1))
+            for g, v in zip(gradients, variables, strict=True)]
+
+    def _kind_of(self, gradient: Any, variable: Any, index: int) -> GradientKind:
+        is_sparse, ids = isinstance(gradient, tf.IndexedSlices), None
+        if is_sparse:
+            ids = gradient.indices.shape.merge_with(gradient.values.shape[:1])[0]
+        return GradientKind(
+            index=index, name=keras_seam.variable_path(variable),
+            form="sparse" if is_sparse else "dense", dtype=gradient.dtype.name,
+            shape=tuple(variable.shape), ids=ids,
+            group=self._options.group_of(keras_seam.variable_key(variable)))
 
     def _merged(self, gradient: Any) -> Any:
         merge = isinstance(gradient, tf.IndexedSlices) and self._options.merge == "sum"
@@ -171,6 +195,8 @@ class GradientReducer:
 
     def _buckets(self, dense: Sequence[_Dense]) -> list[tuple[Compression, list[_Dense]]]:
         """Group by compression, dtype and size, in the order of the backward pass."""
+        if self._options.groups:
+            return self._as_grouped(dense)
         # Small gradients have their own buckets: TensorFlow computes those of biases when it has
         # nothing longer to do, often last of all; large ones do not wait for them.
         most = self._options.bucket_for(sum(map(_bytes_of, dense)),
@@ -190,6 +216,23 @@ class GradientReducer:
             open_buckets[key] = (bucket, size)
         return done + [(key[0], bucket) for key, (bucket, _) in open_buckets.items() if bucket]
 
+    def _as_grouped(self, dense: Sequence[_Dense]) -> list[tuple[Compression, list[_Dense]]]:
+        """The groups of the options; a variable in none of them is one of its own."""
+        found: dict[Any, list[_Dense]] = {}
+        groups = self._options.groups
+        for place, one in enumerate(dense):
+            if isinstance(groups, int):
+                # As Horovod: equally many gradients each, the first groups one more.
+                each, more = divmod(len(dense), groups)
+                number = (place // (each + 1) if place < more * (each + 1) else
+                          (place - more) // each)
+            else:
+                number = self._options.group_of(one.key.identity)
+            way = self._way_of(one.gradient.dtype, one.gradient.shape.as_list())
+            own = place if number < 0 else None
+            found.setdefault((number, own, way, one.gradient.dtype), []).append(one)
+        return [(way, bucket) for (_, _, way, _), bucket in found.items()]
+
     def _gather_rows(self, gradient: Any, table: Any, choice: SparseChoice, name: str) -> Any:
         mine = self._merged(gradient)
         values = self.compression.gather_values(mine.values, name=f"{name}.values")
@@ -205,14 +248,15 @@ def _bytes_of(one: _Dense) -> int:
     return int((one.gradient.shape.num_elements() or 0) * one.gradient.dtype.size)
 
 
-def _kind_of(gradient: Any, variable: Any, index: int) -> GradientKind:
-    is_sparse, ids = isinstance(gradient, tf.IndexedSlices), None
-    if is_sparse:
-        ids = gradient.indices.shape.merge_with(gradient.values.shape[:1])[0]
-    return GradientKind(
-        index=index, name=keras_seam.variable_path(variable),
-        form="sparse" if is_sparse else "dense", dtype=gradient.dtype.name,
-        shape=tuple(variable.shape), ids=ids)
+def _on(device: str) -> AbstractContextManager[Any]:
+    return tf.device(device) if device else nullcontext()
+
+
+def _times(gradient: Any, factor: float) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_times(gradient.values, factor), gradient.indices,
+                                gradient.dense_shape)
+    return multiplied(gradient, factor, gradient.dtype)
 
 
 def merge_rows(gradient: Any) -> Any:

@@ -31,7 +31,14 @@ def training_state(model: Any) -> list[Any]:
     found = {id(v): v for v in [
         *model.variables, *keras_seam.variables_of(keras_seam.optimizers_of(model)),
         keras_seam.global_seed_variable()] if not keras_seam.is_divided(v)}
-    return _of_all_ranks(model, found.values())
+    return of_all_ranks(model, found.values())
+
+
+def state_without_seeds(model: Any) -> list[Any]:
+    """`training_state` where each rank has dropout masks, and a shuffle, of its own."""
+    found = training_state(model)
+    seeds = {id(v) for v in seed_variables(found)}
+    return [v for v in found if id(v) not in seeds]
 
 
 def local_variables(model: Any) -> list[Any]:
@@ -48,7 +55,8 @@ def local_variables(model: Any) -> list[Any]:
               for v in keras_seam.local_slots(leaf))]
 
 
-def _of_all_ranks(model: Any, variables: Iterable[Any]) -> list[Any]:
+def of_all_ranks(model: Any, variables: Iterable[Any]) -> list[Any]:
+    """Those of `variables` that are meant to be equal on all ranks."""
     own = {id(v) for v in [*local_variables(model), *keras_model.states_of_samples(model)]}
     return [v for v in variables if id(v) not in own]
 
@@ -187,7 +195,7 @@ def fold_rank_into_seeds(variables: Iterable[Any], rank: int) -> None:
 
 def check_same_model(collective: Collective, model: Any) -> None:
     """Refuse to evaluate models that differ between the ranks. All ranks must call it."""
-    check_equal(collective, _of_all_ranks(model, model.weights),
+    check_equal(collective, of_all_ranks(model, model.weights),
                 found="The ranks hold different models",
                 advice="Each rank evaluates its share of the samples, so the result would be a "
                        "mixture. Load the same file on all ranks, or copy the chief's: "
@@ -237,7 +245,7 @@ def average_statistics(collective: Collective, model: Any) -> int:
     """
     if collective.size == 1:
         return 0
-    found = [v for v in _of_all_ranks(model, model.non_trainable_weights)
+    found = [v for v in of_all_ranks(model, model.non_trainable_weights)
              if keras.backend.is_float_dtype(keras.backend.standardize_dtype(v.dtype))]
     structures, everyone = zip(*collective.gather_objects(
         (list(map(described, found)), digests(found))), strict=True)

@@ -49,10 +49,15 @@ def sync_batchnorm(model: Any, collective: Collective | None = None) -> int:
     collective = collective or current()
     layers = keras_model.batch_normalizations(model)
     for layer in layers:
-        if not is_synchronized(layer):
-            moments = SyncMoments(layer, collective, f"hvdtrain.norm{next(_counter)}")
-            keras_seam.set_on_instance(layer, keras_model.MOMENTS, moments)
+        synchronize(layer, collective)
     return len(layers)
+
+
+def synchronize(layer: Any, collective: Collective) -> None:
+    """Make one batch normalization use the samples of all ranks. All ranks, in the same order."""
+    if not is_synchronized(layer):
+        moments = SyncMoments(layer, collective, f"hvdtrain.norm{next(_counter)}")
+        keras_seam.set_on_instance(layer, keras_model.MOMENTS, moments)
 
 
 def is_synchronized(layer: Any) -> bool:

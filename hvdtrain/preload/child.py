@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import mmap
 import os
 import random
-import runpy
 import shutil
 import signal
 import sys
@@ -16,13 +14,12 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
 from itertools import takewhile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from hvdtrain.preload.client import RefusedError
+from hvdtrain.program import folder_of, run_program
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
@@ -119,7 +116,6 @@ def become(start: Start, parent: int) -> None:
     os.chdir(start.cwd)
     words = [sys.executable, *filter(None, [start.flag]), start.what, *start.argv]
     sys.orig_argv[:] = words
-    sys.argv[:] = [start.flag or start.what, *start.argv]
     _show_in_proc(words, start.env)
 
 
@@ -162,17 +158,6 @@ def _show_in_proc(words: Sequence[str], env: Mapping[str, str]) -> None:
 
 def run(start: Start) -> None:
     """Run the program as `python` would; errors and exits pass through."""
-    sys.modules["__main__"] = main = ModuleType("__main__")
     if "-P" not in start.options and not os.environ.get("PYTHONSAFEPATH"):
-        sys.path.insert(0, {"-c": "", "-m": os.getcwd()}.get(
-            start.flag, os.path.dirname(os.path.realpath(start.what))))
-    if start.flag == "-c":
-        exec(compile(start.what, "<string>", "exec"), main.__dict__)  # noqa: S102
-    elif start.flag == "-m":
-        if importlib.util.find_spec(start.what.partition(".")[0]) is None:
-            sys.exit(f"{sys.executable}: No module named {start.what}")
-        runpy.run_module(start.what, run_name="__main__", alter_sys=True)
-    else:
-        path = os.path.join(os.getcwd(), start.what)
-        main.__dict__.update(__file__=path, __loader__=SourceFileLoader("__main__", path))
-        exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)  # noqa: S102
+        sys.path.insert(0, folder_of(start.flag, start.what))
+    run_program(start.flag, start.what, start.argv)

@@ -54,13 +54,7 @@ class Guard:
         if isinstance(error, SystemExit):
             # `sys.exit(3)` on one rank is a failure too, and so is 0 while others continue.
             if error.code not in (None, 0):
-                code = error.code if isinstance(error.code, int) else EXIT_RUN_FAILED
-                message = "" if isinstance(error.code, int) else str(error.code)
-                if message:
-                    sys.stderr.write(f"{message}\n")
-                self._tell("SystemExit", message or str(code), code,
-                           primary=not self.stop.requested)
-                _end(code)
+                self.leave_by(error)
             if self._world.size > 1:
                 self.fail(LeftEarlyError())
         elif isinstance(error, (Exception, KeyboardInterrupt)):
@@ -87,6 +81,15 @@ class Guard:
             silence()
             wait_s = _MISTAKE_WAIT_S if isinstance(error, HvdtrainError) else _ALIKE_WAIT_S
             time.sleep(_SECONDARY_WAIT_S if secondary and not self.stop.requested else wait_s)
+        _end(code)
+
+    def leave_by(self, error: SystemExit) -> NoReturn:
+        """Report an exit that is a failure, and end the process at once."""
+        code = error.code if isinstance(error.code, int) else EXIT_RUN_FAILED
+        message = "" if isinstance(error.code, int) else str(error.code)
+        if message:
+            sys.stderr.write(f"{message}\n")
+        self._tell("SystemExit", message or str(code), code, primary=not self.stop.requested)
         _end(code)
 
     def leave(self, code: int) -> NoReturn:
@@ -151,6 +154,12 @@ class ScriptGuard:
             return
         sys.stderr.write(f"hvdtrain: {error}\n")
         raise SystemExit(error.exit_code)  # Python ends with it, and runs its exit handlers
+
+
+def leave_by(error: SystemExit, world: World, environ: Mapping[str, str]) -> None:
+    """End a rank of several whose script has called `sys.exit` with an error, and report it."""
+    if world.size > 1:
+        Guard(world, report=environ.get(REPORT_VARIABLE) == "1").leave_by(error)
 
 
 def silence() -> None:

@@ -76,11 +76,12 @@ class Coordinator(keras.callbacks.CallbackList):
         self.is_evaluating = False
 
     @contextmanager
-    def watching_loss(self, optimizers: Sequence[Any]) -> Iterator[None]:
-        """While entered, look at each step's loss. Enter before the train function is traced."""
+    def watching_loss(self, optimizers: Sequence[Any], first: Any) -> Iterator[None]:
+        """While entered, note in `first` the step whose loss is not finite; trace within."""
         hooked = [found for optimizer in optimizers if (found := state_of(optimizer)) is not None]
         iterations = keras_seam.leaf_optimizers(optimizers)[0]._iterations
-        first = self._first_bad = tf.Variable(-1, dtype=tf.int64, trainable=False)
+        self._first_bad = first
+        first.assign(-1)
 
         def watch(loss: Any) -> None:
             bad = tf.logical_not(tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(loss))))

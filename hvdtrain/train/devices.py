@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from hvdtrain.errors import DeviceError
+from hvdtrain.log import get_logger
 from hvdtrain.world import World
 
 _MORE_CORES = {"openmpi": "give mpirun --bind-to none",
@@ -102,8 +103,11 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def pin(world: World, environ: Mapping[str, str]) -> DevicePlan:
-    """Pin GPU and threads; DeviceError if GPUs are too few or TensorFlow is in use. All ranks."""
+def pin(world: World, environ: Mapping[str, str], *, late: bool = False) -> DevicePlan:
+    """Pin GPU and threads; DeviceError if GPUs are too few or TensorFlow is in use. All ranks.
+
+    `late`: on CPUs it is only a warning that TensorFlow is in use, and the threads stay.
+    """
     import tensorflow as tf
     gpus: list[Any] = tf.config.list_physical_devices("GPU")
     plan = plan_devices(world, visible_gpus=len(gpus), cores=usable_cores(), environ=environ,
@@ -111,10 +115,18 @@ def pin(world: World, environ: Mapping[str, str]) -> DevicePlan:
     try:
         if plan.gpu is not None:
             tf.config.set_visible_devices(gpus[plan.gpu], "GPU")
-            tf.config.experimental.set_memory_growth(gpus[plan.gpu], True)
+            # All of them: scripts for Horovod do the same after `init`, when it is too late for
+            # a change.
+            for gpu in gpus:
+                tf.config.experimental.set_memory_growth(gpu, True)
         tf.config.threading.set_intra_op_parallelism_threads(plan.threads)
         tf.config.threading.set_inter_op_parallelism_threads(plan.starting)
     except RuntimeError as error:
+        if late and plan.gpu is None:
+            get_logger().warning(
+                "TensorFlow was used before hvd.init(), so its threads stay as they are. Call "
+                "hvd.init() first, so that each rank takes its share of the cores.")
+            return plan
         raise DeviceError(
             f"TensorFlow was used before hvdtrain could pin this rank's devices ({error}). "
             "Call hvdtrain.init() before the first TensorFlow or Keras operation.") from error

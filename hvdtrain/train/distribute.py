@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,14 @@ from hvdtrain.collectives.base import Collective
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.tf_pipeline import nodes_of
 from hvdtrain.errors import ConfigError
-from hvdtrain.optim import keras_seam, state
-from hvdtrain.optim.distributed import is_distributed, undo_distribution
+from hvdtrain.log import get_logger
+from hvdtrain.optim import keras_model, keras_seam, state
+from hvdtrain.optim.distributed import (
+    DistributedOptimizer,
+    is_distributed,
+    state_of,
+    undo_distribution,
+)
 from hvdtrain.optim.keras_seam import Hidden, hooked
 from hvdtrain.optim.reducer import GradientReducer
 from hvdtrain.optim.sample_weights import unweigh_losses
@@ -43,6 +49,11 @@ _HOW = (
     "Write model = hvdtrain.distribute(model) before: then model.fit, as it is written, divides "
     "the data and does the rest. To train a model on this rank alone on purpose: "
     "with hvdtrain.alone(): model.fit(...)")
+_horovod_way: list[bool] = []
+"""Not empty: scripts written for Horovod are accepted; whether all data was warned of."""
+_HOW_HOROVOD = (
+    "Write model.compile(hvd.DistributedOptimizer(optimizer), ...), and "
+    "hvd.callbacks.BroadcastGlobalVariablesCallback(0) among the callbacks of model.fit")
 
 
 def distribute(model: Any, *, config: TrainConfig | None = None) -> Any:
@@ -89,7 +100,7 @@ def distribute(model: Any, *, config: TrainConfig | None = None) -> Any:
     for name in _SAVING:
         original = getattr(model, name)
         keras_seam.set_on_instance(model, name, functools.wraps(original)(
-            functools.partial(_save, model, original, session)))
+            functools.partial(save_on_chief, model, original, session)))
     if session.world.size > 1:
         keras_seam.set_on_instance(model, "train_on_batch", _refuse_train_on_batch)
     return model
@@ -119,6 +130,12 @@ def alone() -> Iterator[None]:
         yield
     finally:
         _alone.pop()
+
+
+def allow_horovod_way() -> Callable[[], None]:
+    """Let `watch_keras` accept scripts written for Horovod; gives a function that undoes it."""
+    _horovod_way[:] = _horovod_way or [False]
+    return _horovod_way.clear
 
 
 def watch_keras(collective: Collective) -> Callable[[], None]:
@@ -162,7 +179,7 @@ def _refuse_train_on_batch(*_: Any, **__: Any) -> Any:
         "your own with hvdtrain.shard and hvdtrain.DistributedOptimizer (docs/from-keras.md).")
 
 
-def _save(model: Any, save: Callable[..., Any], session: Session, filepath: Any, *args: Any,
+def save_on_chief(model: Any, save: Callable[..., Any], session: Session, filepath: Any, *args: Any,
           **kwargs: Any) -> None:
     """Write a complete file on the chief; returns when it is there. All ranks."""
     # In what only the chief does (a callback that writes files) it does not wait for the others.
@@ -191,32 +208,76 @@ def _save(model: Any, save: Callable[..., Any], session: Session, filepath: Any,
 
 
 def _checked(model: Any, given: Mapping[str, Any], collective: Collective
-             ) -> AbstractContextManager[None]:
+             ) -> AbstractContextManager[Any]:
     """Refuse a training that nobody has divided over the ranks, with the line to write."""
-    optimizers = keras_seam.found_optimizers(model)
-    distributed = any(is_distributed(part) for o in optimizers
-                      for part in [o, *keras_seam.leaf_optimizers(o)])
+    optimizers, how = keras_seam.found_optimizers(model), _HOW
+    if _horovod_way:
+        how = _HOW_HOROVOD
+        _adopt_loss_scale(optimizers)
+    states = [found for o in optimizers for part in [o, *keras_seam.leaf_optimizers(o)]
+              if (found := state_of(part)) is not None]
     own_step = type(model).train_step is not keras.Model.train_step
-    if not distributed and not own_step:
+    if not states and not own_step:
         raise ConfigError(
             f"model.fit was called on one of {collective.size} ranks with an optimizer that is "
-            f"not distributed: each rank would train alone, on all of its data. {_HOW}")
+            f"not distributed: each rank would train alone, on all of its data. {how}")
+    if len(among := {id(s.collective): s.collective for s in states}) == 1:
+        (collective,) = among.values()  # a process set of Horovod: only its ranks may train
     broadcasts = any("Broadcast" in type(c).__name__
                      for c in keras.tree.flatten(given.get("callbacks") or []))
-    everyone = collective.gather_objects((state.digests(model.weights),
-                                          data_checksum(given)))
+    # Each rank has statistics of its own, as with Horovod; not so in the other door's scripts.
+    mine = state.of_all_ranks(
+        model, keras_model.learned_weights(model) if _horovod_way else model.weights)
+    everyone = collective.gather_objects((state.digests(mine), data_checksum(given)))
     weights, checksums = map(set, zip(*everyone, strict=True))
     if not broadcasts and len(weights) > 1:
         raise ConfigError(
             "model.fit was called with other weights on each rank, and no callback broadcasts "
-            "them: they would stay different. Call hvdtrain.broadcast_variables(model.weights) "
-            f"before, once the model is built. Or let hvdtrain do it. {_HOW}")
-    if len(checksums) == 1 and None not in checksums:
+            + ("them: they would stay different. " if _horovod_way else
+               "them: they would stay different. Call hvdtrain.broadcast_variables(model.weights) "
+               "before, once the model is built. Or let hvdtrain do it. ") + how)
+    if collective.size > 1 and len(checksums) == 1 and None not in checksums:
+        _refuse_same_data(collective)
+    with ExitStack() as stack:
+        if _horovod_way:
+            stack.enter_context(_without_xla(model))
+        if not states:
+            stack.enter_context(_reducing(model))
+        return stack.pop_all()
+
+
+def _adopt_loss_scale(optimizers: Iterable[Any]) -> None:
+    """Distribute the loss scaling that `compile` puts around an optimizer (mixed_float16)."""
+    for optimizer in optimizers:
+        inner = next(iter(keras_seam.leaf_optimizers(optimizer)))
+        known = None if inner is optimizer else state_of(inner)
+        if known is not None and not is_distributed(optimizer):
+            DistributedOptimizer(optimizer, collective=known.collective)
+
+
+@contextmanager
+def _without_xla(model: Any) -> Iterator[None]:
+    """Within it, the step is not compiled as a whole: collectives have no XLA kernel."""
+    with keras_model.compiled_settings_kept(model):
+        if getattr(model, "jit_compile", False):
+            model.jit_compile = False
+            model.train_function = None
+        yield
+
+
+def _refuse_same_data(collective: Collective) -> None:
+    """Refuse data that is the same on all ranks; of scripts for Horovod warn once."""
+    if not _horovod_way:
         raise ConfigError(
             f"model.fit was called with the same data on all {collective.size} ranks: each would "
             f"train on all of it. Give each rank its share, e.g. x[rank::size]. Or let hvdtrain "
             f"do it. {_HOW}")
-    return nullcontext() if distributed else _reducing(model)
+    if not _horovod_way[0] and collective.rank == 0:
+        get_logger().warning(
+            "model.fit has the same data on all %d ranks: each trains on all of it, in its own "
+            "order. To divide an epoch, give each rank its share: x[hvd.rank()::hvd.size()], or "
+            "dataset.shard(hvd.size(), hvd.rank()).", collective.size)
+    _horovod_way[0] = True
 
 
 def _reducing(model: Any) -> AbstractContextManager[None]:
@@ -225,10 +286,12 @@ def _reducing(model: Any) -> AbstractContextManager[None]:
         before = GradientReducer.calls
         result = original(data)
         if GradientReducer.calls == before:
+            hvd, how = ("hvd", "") if _horovod_way else (
+                "hvdtrain", f" Or let hvdtrain do it. {_HOW}")
             raise ConfigError(
                 f"The train_step of {type(model).__name__} reduces no gradients over the ranks: "
-                "each would train alone. Compile with hvdtrain.DistributedOptimizer(optimizer), "
-                f"or use hvdtrain.DistributedGradientTape in it. Or let hvdtrain do it. {_HOW}")
+                f"each would train alone. Compile with {hvd}.DistributedOptimizer(optimizer), or "
+                f"use {hvd}.DistributedGradientTape in it.{how}")
         return result
     return hooked(model, train_step=train_step)
 

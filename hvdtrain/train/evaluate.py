@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -206,6 +207,14 @@ def merged_logs(collective: Collective, model: Any, logs: Any, *,
     return found | {
         name: mean_of([theirs[name] for theirs, _ in everyone if name in theirs])
         for name in names if name not in found}
+
+
+def result_of_all(collective: Collective, metric: Any, result: Callable[[], Any]) -> Any:
+    """What `result()` of one metric gives with the states of all ranks. All ranks."""
+    alone = SimpleNamespace(metrics=[metric])
+    refuse_unmergeable(collective, alone)
+    with keras.StatelessScope(state_mapping=_merged(collective, alone)[0]):
+        return tf.nest.map_structure(tf.convert_to_tensor, result())
 
 
 def mean_of(values: Sequence[Any]) -> Any:

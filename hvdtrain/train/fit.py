@@ -23,8 +23,8 @@ from hvdtrain.data.pipeline import reading_error
 from hvdtrain.errors import DataError, OptimizerError
 from hvdtrain.job import Job
 from hvdtrain.optim import keras_model, keras_seam, state
-from hvdtrain.optim.distributed import distribute_as_set
-from hvdtrain.optim.keras_seam import hooked
+from hvdtrain.optim.distributed import distribute_as_set, state_of
+from hvdtrain.optim.keras_seam import Hidden, hooked
 from hvdtrain.optim.options import ReducerOptions
 from hvdtrain.optim.sample_weights import weigh_losses, weigh_training
 from hvdtrain.optim.sync_batchnorm import sync_batchnorm
@@ -47,6 +47,7 @@ from hvdtrain.train.run import Run, RunResult, build_job
 from hvdtrain.train.timing import StepClock
 from hvdtrain.train.writers import Checkpoints, Figures
 
+_TRACED = "_hvdtrain_traced_step"
 _DOORS = ("evaluate", "predict")  # that `hvdtrain.distribute` may have replaced
 
 
@@ -202,18 +203,62 @@ class AllreduceRun(KerasRun):
     def installed(self, coordinator: Coordinator) -> Iterator[None]:
         model, collective = self.model, self.session.collective
         optimizers = keras_seam.optimizers_of(model)
+        traced = self._traced()
         with ExitStack() as stack:
             stack.callback(setattr, model, "train_function", None)
             stack.enter_context(schedule.scaled(optimizers, self.plan.lr))
-            stack.enter_context(coordinator.watching_loss(optimizers))
+            stack.enter_context(coordinator.watching_loss(optimizers, traced.first_bad))
             share = weigh_losses(model, collective)
             if self.config.xla:
                 stack.enter_context(keras_model.split_step(model))
             stack.enter_context(weigh_training(model, share, weighted=self.plan.shards.uneven))
             stack.enter_context(keras_model.losses_by_samples(model))
-            self.clock = StepClock(collective, self.session.progress)
-            stack.enter_context(self.clock.installed(model))
+            self.clock = traced.clock
+            stack.enter_context(self.clock.traced(model))
+            self.clock.timing(model, is_new=traced.put_on(model))
             yield
+
+    def _traced(self) -> _TracedStep:
+        """The step of a former `fit`, if it is still that of the model; else a new one."""
+        model, config, lr = self.model, self.config, self.plan.lr
+        # `compile` makes another tracker, and distributing an optimizer anew another state.
+        of = [getattr(model, "_loss_tracker", None), self.session.collective,
+              *map(state_of, keras_seam.optimizers_of(model))]
+        traced_for = (lr.scale, lr.warmup_steps, self.plan.shards.uneven, self.stops_on_nan,
+                      config.xla, config.sync_batch_norm, model.run_eagerly,
+                      int(model.steps_per_execution))
+        known = model.__dict__.get(_TRACED)
+        if known is not None and of[0] is not None and known.value.is_for(of, traced_for):
+            return known.value  # type: ignore[no-any-return]
+        made = _TracedStep(of=of, traced_for=traced_for,
+                           clock=StepClock(self.session.collective, self.session.progress))
+        keras_seam.set_on_instance(model, _TRACED, Hidden(made))
+        return made
+
+
+@dataclass(kw_only=True, eq=False)
+class _TracedStep:
+    """A train function and what its graph refers to, for as long as nothing of this changes."""
+    # Keras too traces a step once for all calls of `fit` between two of `compile`.
+
+    of: list[Any]
+    traced_for: tuple[Any, ...]
+    clock: StepClock
+    first_bad: Any = field(default_factory=lambda: tf.Variable(
+        -1, dtype=tf.int64, trainable=False))
+    function: Any = None
+
+    def is_for(self, of: list[Any], traced_for: tuple[Any, ...]) -> bool:
+        return self.traced_for == traced_for and len(of) == len(self.of) and all(
+            a is b for a, b in zip(of, self.of, strict=True))
+
+    def put_on(self, model: Any) -> bool:
+        """Give a model its train function; returns whether it is new."""
+        is_new = self.function is None
+        model.train_function = self.function
+        model.make_train_function()
+        self.function = model.train_function
+        return is_new
 
 
 def run_job(job: Job, config: TrainConfig, session: Session, *,

@@ -337,7 +337,7 @@ def _kind_of(x: Any) -> str:
 
 def _call_of(told: Any) -> str:
     if isinstance(told, tuple) and len(told) == 2 and all(isinstance(t, str) for t in told):
-        return f"calls {told[0]} with {told[1]}"
+        return f"calls {told[0]} with {told[1]}" if told[1] else told[0]
     return "does something else, such as saving the model"
 
 

@@ -43,23 +43,29 @@ class StepClock:
         self._lap_began = time.perf_counter()
 
     @contextmanager
-    def installed(self, model: Any) -> Iterator[None]:
-        """While entered, steps are timed. Enter it after all that changes the train step."""
+    def traced(self, model: Any) -> Iterator[None]:
+        """While entered, train steps that are traced note their times. Enter it last."""
         def train_step(original: Any, data: Any) -> Any:
             return original(self._noted(data))
         GradientReducer.observer = self
-        self._one_step = model.steps_per_execution == 1
         try:
             with hooked(model, train_step=train_step):
-                model.make_train_function()
-                model.train_function = self._timed(model.train_function)
                 yield
         finally:
             GradientReducer.observer = None
 
-    def _timed(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def timing(self, model: Any, *, is_new: bool) -> None:
+        """Time the calls of a model's train function; `is_new`: it is traced in the first."""
+        self._one_step = model.steps_per_execution == 1
+        self._forget()
+        self._own.clear()
+        self._before = dict(self._progress.seconds)
+        self._lap_began = time.perf_counter()
+        model.train_function = self._timed(model.train_function, is_new=is_new)
+
+    def _timed(self, function: Callable[[Any], Any], *, is_new: bool) -> Callable[[Any], Any]:
         own, collective = self._own, self._collective
-        first = True
+        first = is_new
 
         def timed(iterator: Any) -> Any:
             nonlocal first

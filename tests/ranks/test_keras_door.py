@@ -167,6 +167,70 @@ def test_fit_is_that_of_keras(case, ranks, rank_session, keras, tf):
 
 
 @TWO
+@pytest.mark.parametrize("case", ["twice", "epoch by epoch", "other data", "compiled again",
+                                  "set again"])
+def test_a_step_is_traced_as_often_as_by_keras(case, rank_session, keras, tf):
+    """With equal results; what a compile or a setting changes is in the step."""
+    import hvdtrain
+    x, y = numbers(48)
+    traces = []
+
+    class Counted(keras.layers.Layer):
+        def call(self, x):
+            if not tf.executing_eagerly():
+                traces.append(self.name)
+            return x
+
+    def trained(ours):
+        model = classifier(keras)
+        model = keras.Sequential([keras.Input((6,)), *model.layers, Counted()])
+        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+        config = hvdtrain.TrainConfig(shuffle=False)
+        found = []
+        for number in range(3):
+            if case == "compiled again" and number:
+                model.layers[0].trainable = number == 2
+                model.compile(keras.optimizers.SGD(0.1 / number), "sparse_categorical_crossentropy")
+            if case == "set again" and number == 2:
+                config = hvdtrain.TrainConfig(shuffle=False, compression="fp16")
+            if ours:
+                hvdtrain.distribute(model, config=config)
+            data = (x, y) if case != "other data" or number != 1 else (
+                tf.data.Dataset.from_tensor_slices((x, y.astype("i8"))).batch(16),)
+            begin = len(traces)
+            for epoch in range(3) if case == "epoch by epoch" else [0]:
+                model.fit(*data, batch_size=16, shuffle=False, verbose=0)
+            found.append(len(traces) - begin)
+        return found, model
+    with hvdtrain.alone():
+        expected, plain = trained(ours=False)
+    found, model = trained(ours=True)
+    if case == "set again":  # another step, which Keras does not know
+        assert found[1] <= expected[1] < found[2]
+    else:
+        assert [ours <= theirs for ours, theirs in zip(found, expected, strict=True)] == [True] * 3
+    if case == "twice":
+        assert found[1:] == [0, 0]
+    for ours, theirs in zip(model.weights, plain.weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-3 if case == "set again" else 1e-6)
+
+
+@TWO
+@pytest.mark.parametrize("called", [True, False])
+def test_a_sequential_that_its_first_batch_builds_takes_others(called, rank_session, keras):
+    import hvdtrain
+    x, y = numbers()
+    model = keras.Sequential([keras.layers.Dense(3, activation="softmax")])
+    if called:
+        model(x[:1])
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    hvdtrain.distribute(model)
+    losses = [model.fit(x, y, batch_size=size, verbose=0).history["loss"][0] for size in (16, 12)]
+    assert losses[1] < losses[0]
+    assert model.predict(x, verbose=0).shape == (50, 3)
+
+
+@TWO
 @pytest.mark.parametrize("compiled", [{"steps_per_execution": 2}, {"run_eagerly": True}],
                          ids=lambda compiled: next(iter(compiled)))
 def test_settings_of_compile(compiled, rank_session, keras, tf):

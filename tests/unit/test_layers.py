@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 
 #: layer -> its modules; a module may import its own layer and those in ALLOWED.
 LAYERS = {
-    "base": ("cache", "errors", "fork", "log", "optional", "process", "whole_file"),
+    "base": ("cache", "errors", "fork", "log", "optional", "process", "program",
+             "whole_file"),
     "facts": ("collective_names", "config", "engine_config", "settings", "hosts", "world", "job",
               "horovod_check"),
     "preload": ("preload",),
@@ -27,7 +28,9 @@ LAYERS = {
     "zoo": ("zoo",),
     "build": ("build_horovod",),
     "train": ("train", "session"),
+    "horovod names": ("tensorflow", "keras"),
     "engines": ("engines",),
+    "script": ("script",),
     "entry": ("entry", "rank_main", "doctor.allreduce_probe",
               "bench.job_probe", "bench.job_profile", "bench.exchange_probe", "bench.short_job",
               "notebook.rank"),
@@ -36,7 +39,7 @@ LAYERS = {
 ALLOWED = {
     "base": set(),
     "facts": {"base"},
-    "preload": set(),
+    "preload": {"base"},
     "rendezvous": {"base", "facts"},
     "driver": {"base", "facts", "preload", "rendezvous"},
     "notebook": {"base", "facts", "preload", "driver"},
@@ -49,8 +52,11 @@ ALLOWED = {
     "zoo": {"base", "facts", "data"},
     "build": {"base", "facts", "rendezvous"},
     "train": {"base", "facts", "rendezvous", "runtime", "collectives", "data", "optim"},
+    "horovod names": {"base", "facts", "rendezvous", "runtime", "collectives", "data", "optim",
+                      "train"},
     "engines": {"base", "facts", "preload", "rendezvous", "runtime", "collectives", "data", "optim",
                 "train"},
+    "script": {"base", "facts", "runtime", "collectives", "data", "optim", "train"},
     "entry": {"base", "facts", "preload", "rendezvous", "runtime", "collectives", "data", "optim",
               "zoo", "train", "engines", "notebook"},
     "top": set(LAYERS) - {"top"},

@@ -1,0 +1,243 @@
+"""What a script does, read from its source: nothing of it runs.
+
+The scan follows imports to files beside the script. It finds the lines with which `hvdtrain run`
+does something, and the loops that train with a `GradientTape`.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Literal
+
+from hvdtrain.errors import ConfigError
+from hvdtrain.script import keras2
+
+Kind = Literal["plain", "horovod", "hvdtrain"]
+_METHODS = {
+    "fit": "each batch is divided over the ranks, gradients are averaged, the figures are those "
+           "of all ranks",
+    "evaluate": "divided over the ranks; every rank gets the figures of all samples",
+    "predict": "divided over the ranks; every rank gets all predictions",
+    "save": "written once, complete, by rank 0",
+    "save_weights": "written once, complete, by rank 0",
+    "export": "written once, by rank 0",
+    "adapt": "on every rank with all of its data; the ranks are compared",
+    "train_on_batch": "refused on several ranks: use fit, or a loop with a GradientTape",
+}
+"""Methods of a Keras model or layer, and what is done with them in a plain script."""
+_WRITERS = {"savefig", "to_csv", "to_json", "to_parquet", "to_pickle", "savez", "savetxt",
+            "savez_compressed", "imwrite", "imsave"}
+_STRATEGIES = ("MirroredStrategy", "MultiWorkerMirroredStrategy", "ParameterServerStrategy",
+               "TPUStrategy", "CentralStorageStrategy", "OneDeviceStrategy")
+_HOROVOD = "hvdtrain's form of it, for Keras 3, in its place"
+_OWN = ("init", "distribute", "fit", "DistributedOptimizer", "DistributedGradientTape", "shard")
+
+
+@dataclass(frozen=True, order=True)
+class Remark:
+    """What is done with one line; `code` is what stands there."""
+
+    path: str
+    line: int
+    code: str
+    text: str
+
+
+@lru_cache(maxsize=4096)
+def real_path(name: str) -> str:
+    """The path by which the scan knows a file, from the name in a frame."""
+    return os.path.realpath(name)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A script and the modules beside it: syntax trees by path, the script's first."""
+
+    trees: dict[str, ast.Module] = field(repr=False)
+
+    @classmethod
+    def of(cls, path: Path, root: Path) -> Scan:
+        """Read a script and what it imports from `root`, the first folder of its `sys.path`.
+
+        Raises:
+            ConfigError: The script cannot be read.
+        """
+        scan = cls({})
+        left = [path]
+        while left:
+            here = left.pop()
+            name = real_path(str(here))
+            if name in scan.trees:
+                continue
+            try:
+                tree = ast.parse(here.read_bytes(), filename=str(here))
+            except (SyntaxError, ValueError, OSError) as error:
+                if scan.trees:
+                    continue  # Python tells it when the module is imported
+                why = (f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError)
+                       else str(error))
+                raise ConfigError(f"{path} cannot be run: {why}.") from error
+            scan.trees[name] = tree
+            left += _imported_files(tree, here, root)
+        return scan
+
+    @cached_property
+    def kind(self) -> Kind:
+        """Who distributes: the script by Horovod, by hvdtrain, or `hvdtrain run` (plain)."""
+        imported = {name for tree in self.trees.values() for name in _imports(tree)}
+        if any(name.split(".")[0] == "horovod" or
+               name.startswith(("hvdtrain.keras", "hvdtrain.tensorflow")) for name in imported):
+            return "horovod"
+        used = {name for tree in self.trees.values() for name in _names_of(tree, "hvdtrain")}
+        return "hvdtrain" if used & set(_OWN) else "plain"
+
+    @cached_property
+    def training_lines(self) -> frozenset[tuple[str, int]]:
+        """The lines, as (path, line), with the data of loops that train with a tape."""
+        return frozenset(at for path, node in self._training_loops()
+                         for at in _lines(path, node))
+
+    def remarks(self) -> list[Remark]:
+        """What is done with which line, in order."""
+        found = []
+        for path, tree in self.trees.items():
+            printed = False
+            for node in ast.walk(tree):
+                text = keras2.remark(node) or self._remark(node)
+                if text is None or (text == _PRINT and printed):
+                    continue
+                printed = printed or text == _PRINT
+                found.append(Remark(path, getattr(node, "lineno", 0), _code(node), text))
+        if self.kind == "plain":
+            found += [Remark(path, node.lineno, _code(node), _LOOP)
+                      for path, node in self._training_loops() if not _is_range(node)]
+        order = list(self.trees)
+        return sorted(set(found), key=lambda one: (order.index(one.path), one.line, one.code))
+
+    def _remark(self, node: ast.AST) -> str | None:
+        if self.kind == "horovod":
+            names = [name for name in _imports(node) if name.split(".")[0] == "horovod"]
+            return _HOROVOD if names else None
+        if self.kind == "hvdtrain" or not isinstance(node, ast.Call):
+            return None
+        function = node.func
+        name = function.attr if isinstance(function, ast.Attribute) else getattr(
+            function, "id", "")
+        if name in _STRATEGIES:
+            return "refused on several ranks: take tf.distribute out, each rank has one device"
+        if isinstance(function, ast.Name):
+            if name == "print":
+                return _PRINT
+            return _WRITES if name == "open" and _opens_to_write(node) else None
+        of_numpy = ast.unparse(function.value) in ("np", "numpy", "plt", "tf.io")
+        if name in _WRITERS or (name == "save" and of_numpy):
+            return _WRITES
+        return None if of_numpy else _METHODS.get(name)
+
+    @cached_property
+    def _training_functions(self) -> frozenset[str]:
+        """Names of functions that train with a tape, by themselves or by what they call."""
+        functions = [node for tree in self.trees.values() for node in ast.walk(tree)
+                     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        found: set[str] = set()
+        while True:
+            more = {node.name for node in functions if node.name not in found
+                    and _calls(node) & ({"GradientTape"} | found)}
+            if not more:
+                return frozenset(found)
+            found |= more
+
+    def _training_loops(self) -> Iterator[tuple[str, ast.expr]]:
+        """The data of each loop whose body trains with a tape, and of iterators used in it."""
+        trains = {"GradientTape"} | self._training_functions
+        for path, tree in self.trees.items():
+            drawn: set[str] = set()
+            for node in ast.walk(tree):
+                if isinstance(node, (ast.For, ast.While)):
+                    inside = [call for part in node.body for call in ast.walk(part)
+                              if isinstance(call, ast.Call)]
+                    if {_name(call) for call in inside} & trains:
+                        if isinstance(node, ast.For):
+                            yield path, node.iter
+                        drawn |= {ast.unparse(call.args[0]) for call in inside
+                                  if _name(call) == "next" and call.args}
+                elif isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+                                ) and _calls(node) & trains:
+                    yield from ((path, part.iter) for part in node.generators)
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and (
+                        _name(node.value) == "iter") and any(
+                        ast.unparse(target) in drawn for target in node.targets):
+                    yield path, node.value
+
+
+_PRINT = "print: rank 0 only"
+_WRITES = "every rank does this; put it behind `if hvdtrain.is_chief():`"
+_LOOP = ("a tf.data.Dataset here is divided over the ranks batch by batch, gradients of variables "
+         "from the tape are averaged, results of metrics are those of all ranks")
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree) if isinstance(tree, ast.Module) else [tree]:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _names_of(tree: ast.AST, package: str) -> Iterator[str]:
+    """The names that are used of a package: `package.NAME`, `from package import NAME`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == package:
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and node.module == package:
+            yield from (alias.name for alias in node.names)
+
+
+def _imported_files(tree: ast.Module, path: Path, root: Path) -> Iterator[Path]:
+    for node in ast.walk(tree):
+        folder, names = root, list(_imports(node))
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = path.parents[node.level - 1]
+            names = [".".join(filter(None, (node.module, alias.name))) for alias in node.names]
+            names += [node.module] if node.module else []
+        for name in names:
+            parts = name.split(".")
+            for end in range(1, len(parts) + 1):
+                place = folder.joinpath(*parts[:end])
+                yield from (file for file in (place.with_suffix(".py"), place / "__init__.py")
+                            if file.is_file())
+
+
+def _lines(path: str, node: ast.expr) -> Iterator[tuple[str, int]]:
+    yield from ((path, line) for line in range(node.lineno, (node.end_lineno or node.lineno) + 1))
+
+
+def _name(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _calls(tree: ast.AST) -> set[str]:
+    return {_name(node) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+
+
+def _is_range(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and _name(node) == "range"
+
+
+def _opens_to_write(call: ast.Call) -> bool:
+    modes = [*call.args[1:2], *(word.value for word in call.keywords if word.arg == "mode")]
+    return any(isinstance(mode, ast.Constant) and set(str(mode.value)) & set("wax+")
+               for mode in modes)
+
+
+def _code(node: ast.AST) -> str:
+    if isinstance(node, ast.Call):
+        return f"{ast.unparse(node.func)}(...)"
+    return ast.unparse(node).splitlines()[0]
