@@ -1,12 +1,17 @@
-"""Ten ordinary Keras scripts, as they are and with their lines for N ranks.
+"""Ordinary Keras scripts and Horovod scripts, on one process and on N ranks.
 
     python tests/script_runs.py data                      files that the scripts read
-    python tests/script_runs.py plain OUT NAME ...
+    python tests/script_runs.py plain OUT NAME ...        by Python
     python tests/script_runs.py added OUT NAME ...        with the lines `# hvdtrain: ...`
+    python tests/script_runs.py run OUT NAME ...          unchanged, as by `hvdtrain run`
+    python tests/script_runs.py as-2 OUT NAME ...         Horovod scripts, on 1 rank what 2 would do
 
 each in the working directory. A script knows nothing of this: what it has made (models, histories,
 figures, predictions) is taken from its variables when it has ended, and written to
 `OUT/NAME-RANK.npz`. `differences` compares two of these files.
+
+A Horovod script on N ranks and on one rank does the same if this one has N times the batch and the
+rate, and N times less steps: its options `--batch-size`, `--base-lr` and `--steps`.
 
 With `EXACT` in the environment scripts leave out what other numbers of ranks cannot give alike
 (noise that each rank draws), and lines `# exact: ...` are added as well. `FLOATX` is the type to
@@ -19,12 +24,16 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 SCRIPTS = Path(__file__).parent / "scripts"
+HOROVOD_SCRIPTS = Path(__file__).parent / "horovod_scripts"
 NAMES = tuple(sorted(path.stem for path in SCRIPTS.glob("*.py")))
 EXACT_VARIABLE = "EXACT"
 FLOAT_VARIABLE = "FLOATX"
@@ -32,6 +41,42 @@ LIMIT = 1e-6
 _MARK, _EXACT_MARK = "# hvdtrain: ", "# exact: "
 _FIGURES = ("evaluation", "figures", "history", "first")
 _PREDICTIONS = ("predictions", "answers", "classes")
+
+
+@dataclass(frozen=True)
+class HorovodRun:
+    """A Horovod script with its options for each of several ranks."""
+
+    script: str
+    batch_size: int
+    base_lr: float | None = None
+    steps: int | None = None
+    others: tuple[str, ...] = ()
+    same_data: bool = False
+
+    def arguments(self, as_ranks: int = 1) -> list[str]:
+        """The options; on one rank those with which it does what `as_ranks` would do."""
+        batch = self.batch_size if self.same_data else self.batch_size * as_ranks
+        rate = [] if self.base_lr is None else ["--base-lr", str(self.base_lr * as_ranks)]
+        steps = [] if self.steps is None else ["--steps", str(self.steps // as_ranks)]
+        return ["--batch-size", str(batch), *rate, *steps, *self.others]
+
+
+_IMAGENET = ("--milestones", "3", "4", "5", "--warmup-epochs", "2", "--norm", "group")
+HOROVOD_RUNS = {
+    "mnist": HorovodRun("mnist", 8, 0.001, 36),
+    "mnist_advanced": HorovodRun("mnist_advanced", 8, 0.01, others=("--rotation", "0")),
+    "imagenet": HorovodRun("imagenet", 10, 0.01, others=("--epochs", "4", *_IMAGENET)),
+    "imagenet_resumed": HorovodRun("imagenet", 10, 0.01, others=("--epochs", "6", *_IMAGENET)),
+    "custom_loop": HorovodRun("custom_loop", 8, 0.001, 48),
+    "word2vec": HorovodRun("word2vec", 24, 0.2),
+    "word2vec_dense": HorovodRun("word2vec", 24, 0.2, others=("--optimizer", "--sparse-as-dense")),
+    "synthetic_benchmark": HorovodRun("synthetic_benchmark", 16, same_data=True),
+    "synthetic_fp16": HorovodRun("synthetic_benchmark", 16, others=("--fp16-allreduce",),
+                                 same_data=True),
+    "elastic": HorovodRun("elastic", 8, 0.001, 36),
+}
+"""Horovod's examples; `imagenet_resumed` goes on from the checkpoints of `imagenet`."""
 
 
 def text_of(name: str, *, added: bool = False, exact: bool = False) -> str:
@@ -47,6 +92,10 @@ def added_lines(name: str) -> list[str]:
     """The lines that a script needs for N ranks, beside the import."""
     lines = [line.split(_MARK)[1] for line in text_of(name).splitlines() if _MARK in line]
     return [line for line in lines if line != "import hvdtrain"]
+
+
+MARKED = tuple(name for name in NAMES if _MARK in text_of(name))
+"""The scripts that have lines for N ranks."""
 
 
 def has_exact(name: str) -> bool:
@@ -111,6 +160,42 @@ def run(name: str, out: Path, *, added: bool, rank: int = 0) -> None:
     np.savez(out / f"{name}-{rank}.npz", **dict(_results(made, keras)))
 
 
+def run_unchanged(name: str, out: Path, *, as_ranks: int = 1, rank: int = 0) -> None:
+    """Run one script by what `hvdtrain run` calls, and write what it has made."""
+    import keras
+
+    from hvdtrain.config import TrainConfig
+    from hvdtrain.script.run import ScriptOptions, run_script
+    keras.backend.clear_session()
+    keras.config.set_floatx(os.environ.get(FLOAT_VARIABLE, "float32"))
+    keras.config.set_dtype_policy(keras.config.floatx())
+    options = ScriptOptions(
+        program=str(SCRIPTS / f"{name}.py"),
+        # What the lines `# exact:` of a script say.
+        config=TrainConfig(merge="none") if EXACT_VARIABLE in os.environ
+        and _EXACT_MARK in text_of(name) else TrainConfig()) if name in NAMES else ScriptOptions(
+        program=str(HOROVOD_SCRIPTS / f"{HOROVOD_RUNS[name].script}.py"),
+        arguments=tuple(HOROVOD_RUNS[name].arguments(as_ranks)))
+    with _rates_of(as_ranks):
+        made = run_script(options)
+    np.savez(out / f"{name}-{rank}.npz", **dict(_results(made, keras)))
+
+
+@contextmanager
+def _rates_of(ranks: int) -> Iterator[None]:
+    """Let Horovod's warm-up on one rank be that of several."""
+    if ranks == 1:
+        yield
+        return
+    from hvdtrain.tensorflow.keras import callbacks
+    current = callbacks.current
+    callbacks.current = SimpleNamespace(**vars(current) | {"size": lambda: ranks})
+    try:
+        yield
+    finally:
+        callbacks.current = current
+
+
 def _results(made: dict[str, Any], keras: Any) -> Iterator[tuple[str, np.ndarray]]:
     for key, value in made.items():
         if isinstance(value, keras.Model):
@@ -161,7 +246,11 @@ def main(what: str, *arguments: str) -> None:
     out, *names = arguments
     rank = int(os.environ.get("HOROVOD_RANK", "0"))
     for name in names:
-        run(name, Path(out), added=what == "added", rank=rank)
+        if what in ("plain", "added"):
+            run(name, Path(out), added=what == "added", rank=rank)
+        else:
+            run_unchanged(name, Path(out), as_ranks=int(what.removeprefix("as-")) if what != "run"
+                          else 1, rank=rank)
 
 
 if __name__ == "__main__":

@@ -123,7 +123,6 @@ def _served(scan: Scan, config: TrainConfig) -> Iterator[None]:
     """While entered, the script is served as its kind needs it."""
     with ExitStack() as stack:
         from hvdtrain.script import keras2, tf_config
-        stack.callback(keras2.install())
         if scan.kind == "horovod":
             from hvdtrain.script import horovod_names
             stack.callback(horovod_names.install())
@@ -137,6 +136,8 @@ def _served(scan: Scan, config: TrainConfig) -> Iterator[None]:
             stack.callback(doors.install(session, config))
             if session.world.size > 1:
                 stack.callback(loops.Loops(session=session, scan=scan, config=config).install())
+        # After the doors: they know the arguments of Keras 3 only.
+        stack.callback(keras2.install())
         stack.callback(tf_config.install())
         yield
 

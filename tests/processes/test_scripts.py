@@ -39,17 +39,17 @@ def outputs(tmp_path_factory):
         shutil.copytree(top / "data", folder)
         out.mkdir()
         if not ranks:
-            run(folder, *preload.forked(sys.executable, RUN, "plain", out, *script_runs.NAMES))
+            run(folder, *preload.forked(sys.executable, RUN, "plain", out, *script_runs.MARKED))
         else:
             run(folder, sys.executable, "-m", "hvdtrain", "launch", "-np", ranks, "--",
                 sys.executable, RUN, "added", out,
-                *(script_runs.NAMES if ranks == 2 else ON_THREE))
+                *(script_runs.MARKED if ranks == 2 else ON_THREE))
         return out
     return made
 
 
 @pytest.mark.parametrize(("ranks", "name"), [
-    *((2, name) for name in script_runs.NAMES), *((3, name) for name in ON_THREE)])
+    *((2, name) for name in script_runs.MARKED), *((3, name) for name in ON_THREE)])
 def test_a_script_gives_what_plain_keras_gives(ranks, name, outputs):
     for rank in range(ranks):
         found = script_runs.differences(
@@ -58,7 +58,7 @@ def test_a_script_gives_what_plain_keras_gives(ranks, name, outputs):
         assert {key: value for key, value in found.items() if value > script_runs.LIMIT} == {}
 
 
-@pytest.mark.parametrize("name", script_runs.NAMES)
+@pytest.mark.parametrize("name", script_runs.MARKED)
 def test_two_lines_are_added_and_six_to_a_loop_of_ones_own(name):
     lines = script_runs.added_lines(name)
     assert lines[0] == "hvdtrain.init()"
@@ -74,4 +74,4 @@ def test_the_table_of_the_documentation_has_each_script_with_its_lines():
     rows = [line for line in page.splitlines() if line.startswith("| [")]
     assert [row.split(" | ")[:2] for row in rows] == [
         [f"| [{name}](../tests/scripts/{name}.py)", str(len(script_runs.added_lines(name)))]
-        for name in script_runs.NAMES]
+        for name in script_runs.MARKED]
