@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 from hvdtrain.errors import ConfigError
+from hvdtrain.log import get_logger
 
 Put = Callable[[Any, str, Any], None]
 _LOADING = ("workers", "use_multiprocessing", "max_queue_size")
@@ -70,6 +71,9 @@ def _install_files(put: Put) -> None:
     from keras.src.saving import saving_api
     put(saving_api, "save_weights", _save_weights(saving_api.save_weights))
     put(saving_api, "load_weights", _load_weights(saving_api.load_weights))
+    from keras.src.legacy.saving import legacy_h5_format
+    put(legacy_h5_format, "load_model_from_hdf5",
+        _load_model(legacy_h5_format.load_model_from_hdf5))
 
 
 def _install_reductions(put: Put) -> None:
@@ -307,3 +311,33 @@ def _load_weights(before: Callable[..., None]) -> Callable[..., None]:
                     else legacy.load_weights_from_hdf5_group)
             read(group, model, **{"skip_mismatch": True} if skip_mismatch else {})
     return load_weights
+
+
+def _load_model(before: Callable[..., Any]) -> Callable[..., Any]:
+    """A whole model from an HDF5 file, with the optimizer's state: it can be trained further.
+
+    Keras 3 builds the optimizer for no variable at all, and forgets its state.
+    """
+    @functools.wraps(before)
+    def load_model_from_hdf5(filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        model = before(filepath, *args, **kwargs)
+        optimizer = getattr(model, "optimizer", None)
+        leaf = getattr(optimizer, "inner_optimizer", optimizer)
+        if leaf is not None and leaf.built and not leaf._trainable_variables:
+            leaf.built = False
+            leaf.build(model.trainable_variables)
+            _restore(optimizer, filepath)
+        return model
+    return load_model_from_hdf5
+
+
+def _restore(optimizer: Any, filepath: Any) -> None:
+    import h5py
+    from keras.src.legacy.saving import legacy_h5_format
+    with filepath if isinstance(filepath, h5py.File) else h5py.File(filepath, "r") as file:
+        values = legacy_h5_format.load_optimizer_weights_from_hdf5_group(file)
+        if [np.shape(value) for value in values] != [v.shape for v in optimizer.variables]:
+            get_logger().warning("%s holds the state of another optimizer than the model's: its "
+                                 "state begins anew.", getattr(filepath, "filename", filepath))
+            return
+        optimizer.set_weights(values)

@@ -332,6 +332,21 @@ def test_weights_files_are_those_of_keras_2(tmp_path):
     np.testing.assert_array_equal(by_name.weights[0], model.weights[0])
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_model_from_an_hdf5_file_trains_on_from_its_optimizers_state(scaled, tmp_path):
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    model = small(optimizer=keras.optimizers.LossScaleOptimizer(optimizer) if scaled
+                  else optimizer)
+    model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    model.save(tmp_path / "m.h5")
+    loaded = keras.models.load_model(tmp_path / "m.h5")
+    for each in (model, loaded):
+        each.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    assert int(loaded.optimizer.iterations) == 9
+    for ours, theirs in zip(model.weights, loaded.weights, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize(("name", "weights_only"), [
     ("x-{epoch}.h5", True), ("x-{epoch}", True), ("x-{epoch}.hdf5", False),
     ("x-{epoch}.h5", False)])
