@@ -143,9 +143,9 @@ def _served(scan: Scan, config: TrainConfig) -> Iterator[None]:
 
 def _close(scan: Scan) -> None:
     """The script has reached its end: wait for all ranks. All ranks."""
-    from hvdtrain.session import current_session
+    from hvdtrain.session import started
     from hvdtrain.train.chief import needs_all
-    session = current_session()
+    session = started()
     if session is None or session.world.size == 1:
         world = detect_world(os.environ)
         if session is None and world.size > 1:

@@ -120,6 +120,8 @@ class Scan:
         return sorted(set(found), key=lambda one: (order.index(one.path), one.line, one.code))
 
     def _remark(self, node: ast.AST) -> str | None:
+        if isinstance(node, ast.Module):
+            return None
         if self.kind == "horovod":
             names = [name for name in _imports(node) if name.split(".")[0] == "horovod"]
             return _HOROVOD if names else None
