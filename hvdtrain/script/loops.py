@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import keras
@@ -202,7 +203,7 @@ class Loops:
 
     def _line(self) -> tuple[str, int] | None:
         """The line of the script that is running, the innermost."""
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             path = real_path(frame.f_code.co_filename)
             if path in self.scan.trees:

@@ -56,7 +56,8 @@ def run_script(options: ScriptOptions) -> dict[str, Any]:
     scan = Scan.of(path, Path(root))
     world = detect_world(os.environ)
     if world.is_chief:
-        print(explanation(options, scan, world), end="", file=sys.stderr, flush=True)
+        sys.stderr.write(explanation(options, scan, world))
+        sys.stderr.flush()
     if options.explain:
         return {}
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -127,12 +127,10 @@ class Scan:
             return _HOROVOD if names else None
         if self.kind == "hvdtrain" or not isinstance(node, ast.Call):
             return None
-        function = node.func
-        name = function.attr if isinstance(function, ast.Attribute) else getattr(
-            function, "id", "")
+        function, name = node.func, _name(node)
         if name in _STRATEGIES:
             return "refused on several ranks: take tf.distribute out, each rank has one device"
-        if isinstance(function, ast.Name):
+        if not isinstance(function, ast.Attribute):
             if name == "print":
                 return _PRINT
             return _WRITES if name == "open" and _opens_to_write(node) else None
