@@ -164,11 +164,6 @@ def started() -> Session | None:
     return _current[0] if _current else None
 
 
-def current_session() -> Session | None:
-    """The session, if `init` was called."""
-    return _current[0] if _current else None
-
-
 def session_for(config: TrainConfig) -> Session:
     """The session of a script's training: that of `init`, or a new one. All ranks."""
     # ConfigError where a setting is for another engine, or `init` was called with another value.

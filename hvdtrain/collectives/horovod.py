@@ -57,7 +57,7 @@ class HorovodCollective(Collective):
         self._members = list(range(self.size))
         """Horovod's ranks, by rank of this collective; they differ in a subset."""
         # Made here: a function that makes variables in its first trace is traced twice.
-        for dtype in ("float16", "float32", "float64", "int32", "int64"):
+        for dtype in ("float32", "float64", "int32", "int64"):
             self._zero(self._tf.dtypes.as_dtype(dtype))
 
     @classmethod
@@ -223,7 +223,7 @@ class HorovodCollective(Collective):
             where = "CPU:0" if dtype.is_integer else None
             with self._tf.init_scope(), self._tf.device(where):
                 self._zeros[dtype.name] = self._tf.Variable(
-                    self._tf.zeros([], dtype), trainable=False, name="hvdtrain_zero")
+                    np.zeros([], dtype.as_numpy_dtype), trainable=False, name="hvdtrain_zero")
         return self._zeros[dtype.name].read_value()
 
 

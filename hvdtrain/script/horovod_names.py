@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
+from hvdtrain.collectives.real_horovod import real_horovod
+
 _FORMS = {
     "horovod.tensorflow": "hvdtrain.tensorflow",
     "horovod.tensorflow.elastic": "hvdtrain.tensorflow.elastic",
@@ -26,6 +28,7 @@ def install() -> Callable[[], None]:
     """
     try:
         import horovod as package
+        real_horovod()  # before its names are taken
     except ImportError:
         package = ModuleType("horovod")
         package.__path__ = []

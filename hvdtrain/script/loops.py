@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import keras
@@ -66,33 +67,34 @@ class Loops:
 
     def install(self) -> Callable[[], None]:
         """Serve the loops from now on; gives a function that undoes it."""
-        with ExitStack() as stack:
-            def put(owner: Any, name: str, ours: Callable[..., Any]) -> None:
-                original = getattr(owner, name)
+        undo = ExitStack()
 
-                @functools.wraps(original)
-                def method(obj: Any, *args: Any, **kwargs: Any) -> Any:
-                    return original(obj, *args, **kwargs) if is_inside() else ours(
-                        functools.partial(original, obj), obj, *args, **kwargs)
-                stack.callback(replace_attribute(
-                    owner, name, tf.autograph.experimental.do_not_convert(method)))
-            put(tf.data.Dataset, "__iter__", self._iterate)
-            put(tf.GradientTape, "gradient", self._gradient)
-            put(keras.optimizers.Optimizer, "apply", self._apply)
-            served: set[type] = set()
+        def put(owner: Any, name: str, ours: Callable[..., Any]) -> None:
+            original = getattr(owner, name)
 
-            def new_metric(original: Callable[..., Any], metric: Any, *args: Any,
-                           **kwargs: Any) -> None:
-                original(*args, **kwargs)
-                for kind in type(metric).__mro__:
-                    if issubclass(kind, keras.metrics.Metric) and kind not in served:
-                        served.add(kind)
-                        for name, ours in (("update_state", self._update),
-                                           ("result", self._result)):
-                            if name in vars(kind):
-                                put(kind, name, ours)
-            put(keras.metrics.Metric, "__init__", new_metric)
-            return stack.pop_all().close
+            @functools.wraps(original)
+            def method(obj: Any, *args: Any, **kwargs: Any) -> Any:
+                return original(obj, *args, **kwargs) if is_inside() else ours(
+                    functools.partial(original, obj), obj, *args, **kwargs)
+            undo.callback(replace_attribute(
+                owner, name, tf.autograph.experimental.do_not_convert(method)))
+
+        served: set[type] = set()
+
+        def new_metric(original: Callable[..., Any], metric: Any, *args: Any,
+                       **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            for kind in type(metric).__mro__:
+                if issubclass(kind, keras.metrics.Metric) and kind not in served:
+                    served.add(kind)
+                    for name, ours in (("update_state", self._update), ("result", self._result)):
+                        if name in vars(kind):
+                            put(kind, name, ours)
+        put(keras.metrics.Metric, "__init__", new_metric)
+        put(tf.data.Dataset, "__iter__", self._iterate)
+        put(tf.GradientTape, "gradient", self._gradient)
+        put(keras.optimizers.Optimizer, "apply", self._apply)
+        return undo.close
 
     def _iterate(self, original: Callable[[], Any], dataset: Any) -> Any:
         at = self._line()
@@ -202,7 +204,7 @@ class Loops:
 
     def _line(self) -> tuple[str, int] | None:
         """The line of the script that is running, the innermost."""
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             path = real_path(frame.f_code.co_filename)
             if path in self.scan.trees:

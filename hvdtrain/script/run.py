@@ -56,7 +56,8 @@ def run_script(options: ScriptOptions) -> dict[str, Any]:
     scan = Scan.of(path, Path(root))
     world = detect_world(os.environ)
     if world.is_chief:
-        print(explanation(options, scan, world), end="", file=sys.stderr, flush=True)
+        sys.stderr.write(explanation(options, scan, world))
+        sys.stderr.flush()
     if options.explain:
         return {}
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -144,9 +145,9 @@ def _served(scan: Scan, config: TrainConfig) -> Iterator[None]:
 
 def _close(scan: Scan) -> None:
     """The script has reached its end: wait for all ranks. All ranks."""
-    from hvdtrain.session import current_session
+    from hvdtrain.session import started
     from hvdtrain.train.chief import needs_all
-    session = current_session()
+    session = started()
     if session is None or session.world.size == 1:
         world = detect_world(os.environ)
         if session is None and world.size > 1:

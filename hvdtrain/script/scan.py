@@ -120,17 +120,17 @@ class Scan:
         return sorted(set(found), key=lambda one: (order.index(one.path), one.line, one.code))
 
     def _remark(self, node: ast.AST) -> str | None:
+        if isinstance(node, ast.Module):
+            return None
         if self.kind == "horovod":
             names = [name for name in _imports(node) if name.split(".")[0] == "horovod"]
             return _HOROVOD if names else None
         if self.kind == "hvdtrain" or not isinstance(node, ast.Call):
             return None
-        function = node.func
-        name = function.attr if isinstance(function, ast.Attribute) else getattr(
-            function, "id", "")
+        function, name = node.func, _name(node)
         if name in _STRATEGIES:
             return "refused on several ranks: take tf.distribute out, each rank has one device"
-        if isinstance(function, ast.Name):
+        if not isinstance(function, ast.Attribute):
             if name == "print":
                 return _PRINT
             return _WRITES if name == "open" and _opens_to_write(node) else None
@@ -142,12 +142,17 @@ class Scan:
     @cached_property
     def _training_functions(self) -> frozenset[str]:
         """Names of functions that train with a tape, by themselves or by what they call."""
-        functions = [node for tree in self.trees.values() for node in ast.walk(tree)
+        nodes = [node for tree in self.trees.values() for node in ast.walk(tree)]
+        functions = [node for node in nodes
                      if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        others = [(_names(node.targets), _named_in(node.value)) for node in nodes
+                  if isinstance(node, ast.Assign)]  # step = tf.function(train_step)
         found: set[str] = set()
         while True:
             more = {node.name for node in functions if node.name not in found
                     and _calls(node) & ({"GradientTape"} | found)}
+            more |= {name for names, named in others if named & found for name in names
+                     if name not in found}
             if not more:
                 return frozenset(found)
             found |= more
@@ -225,6 +230,18 @@ def _name(call: ast.Call) -> str:
 
 def _calls(tree: ast.AST) -> set[str]:
     return {_name(node) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+
+
+def _names(targets: list[ast.expr]) -> list[str]:
+    return [target.attr if isinstance(target, ast.Attribute) else target.id
+            for target in targets if isinstance(target, (ast.Attribute, ast.Name))]
+
+
+def _named_in(value: ast.expr) -> set[str]:
+    """The functions that a value is, or is made of: `f`, `tf.function(f)`, `partial(f, 3)`."""
+    if isinstance(value, ast.IfExp):
+        return _named_in(value.body) | _named_in(value.orelse)
+    return set(_names(value.args if isinstance(value, ast.Call) else [value]))
 
 
 def _is_range(node: ast.expr) -> bool:

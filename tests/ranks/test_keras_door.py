@@ -198,7 +198,7 @@ def test_a_step_is_traced_as_often_as_by_keras(case, rank_session, keras, tf):
             data = (x, y) if case != "other data" or number != 1 else (
                 tf.data.Dataset.from_tensor_slices((x, y.astype("i8"))).batch(16),)
             begin = len(traces)
-            for epoch in range(3) if case == "epoch by epoch" else [0]:
+            for _ in range(3) if case == "epoch by epoch" else [0]:
                 model.fit(*data, batch_size=16, shuffle=False, verbose=0)
             found.append(len(traces) - begin)
         return found, model

@@ -40,6 +40,7 @@ TAPE = """
     ("def epoch():\n    return step(1)\nfor x in tqdm(\n        data):\n    epoch()", [8, 9]),
     ("it = iter(data)\nfor i in range(9):\n    step(next(it))", [6, 7]),
     ("while True:\n    for x in data:\n        step(x)", [7]),
+    ("fast = tf.function(step)\nfor x in data:\n    fast(x)", [7]),
     ("class T:\n    def run(self):\n        step(1)\nfor x in data:\n    T().run()", [9]),
 ])
 def test_the_data_of_training_loops_are_found(tmp_path, loop, expected):
