@@ -9,6 +9,7 @@ Or runs both sides of each row of the tables of a page, and compares them on one
 The folder in which it is started is the one that the blocks write to.
 """
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -75,9 +76,13 @@ def try_rows(page):
     keras2.install()
     horovod_names.install()
     found = rows(Path(page).read_text())
+    import horovod.tensorflow.keras as hvd
+    hvd.init()
+    own = Path(f"rank{hvd.rank()}")  # each rank writes the files of the left side
+    own.mkdir()
+    os.chdir(own)
     for old, new in found:
         names = _prepared()
-        names["hvd"].init()
         with hvdtrain.alone():
             if old.endswith("# refused"):
                 with pytest.raises(hvdtrain.HvdtrainError):
@@ -97,14 +102,14 @@ def _is_value(side):
 
 def _prepared():
     """What the rows refer to."""
+    import horovod.tensorflow as hvd_tf
+    import horovod.tensorflow.keras as hvd
     import keras
     import numpy as np
     import tensorflow as tf
+    from tensorflow.keras import backend as K  # noqa: N812
 
     import hvdtrain
-    import horovod.tensorflow as hvd_tf
-    import horovod.tensorflow.keras as hvd
-    from tensorflow.keras import backend as K  # noqa: N812
 
     class Rows(tf.keras.utils.Sequence):
         def __len__(self):
@@ -118,8 +123,8 @@ def _prepared():
     model.compile(optimizer, "mse")
     model.save_weights("model.weights.h5")
     model.save_weights("weights.h5")
-    return {"keras": keras, "tf": tf, "K": K, "hvd": hvd, "hvd_tf": hvd_tf, "hvdtrain": hvdtrain,
-            "model": model, "optimizer": optimizer, "x": x, "y": y, "sequence": Rows(),
+    return {"np": np, "keras": keras, "tf": tf, "K": K, "hvd": hvd, "hvd_tf": hvd_tf,
+            "hvdtrain": hvdtrain, "model": model, "optimizer": optimizer, "x": x, "y": y, "sequence": Rows(),
             "data": tf.data.Dataset.from_tensor_slices((x, y)).batch(4),
             "strategy": tf.distribute.get_strategy()}
 
