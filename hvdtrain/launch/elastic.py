@@ -12,7 +12,7 @@ import hashlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from hvdtrain.hosts import Host, assign_ranks
 from hvdtrain.launch.bring_up import why_ended
 from hvdtrain.launch.discovery import Discovery
 from hvdtrain.launch.link import AgentLink
-from hvdtrain.launch.native import NativeJob, preload_work
+from hvdtrain.launch.native import PEERS, NativeJob, preload_work
 from hvdtrain.launch.output import RankOutput, WaitingNotice
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.running_job import GIVE_UP_S, JobEnd, RankEnd
@@ -65,10 +65,8 @@ class ElasticJob(NativeJob):
 
     def __init__(self, plan: LaunchPlan, output: RankOutput, env: Mapping[str, str],
                  discovery: Discovery, is_local: Callable[[str], bool]) -> None:
-        commits = commits_folder(plan)
-        super().__init__(replace(plan, slots=()), output,
-                         {**env, COMMITS_VARIABLE: commits})
-        self._commits, self._discovery, self._is_local = commits, discovery, is_local
+        super().__init__(replace(plan, slots=()), output, env)
+        self._discovery, self._is_local = discovery, is_local
         self._members: dict[str, _Member] = {}
         self._leaving: list[AgentLink] = []
         self._bars = Bars()
@@ -142,7 +140,7 @@ class ElasticJob(NativeJob):
                 self._lose(member.link)
 
     def _start_agent(self, name: str, slots: int) -> None:
-        peers = [other for other in self._members if other != name]
+        peers = [host.name for host in self._discovery.hosts if host.name != name][:PEERS]
         local = self._is_local(name)
         link = AgentLink(name, peers, None if local else self.plan.options.remote)
         link.prepare()
@@ -178,8 +176,9 @@ class ElasticJob(NativeJob):
 
     def _work(self, link: AgentLink, env: Mapping[str, str], ranks: Mapping[int, Any],
               preload: Any) -> dict[str, Any]:
-        return super()._work(link, env, ranks, preload) | {
-            "commits": self._commits, "keep_s": self.plan.options.elastic.timeout_s}
+        commits = commits_folder(self.plan.argv, link.host)
+        return super()._work(link, {**env, COMMITS_VARIABLE: commits}, ranks, preload) | {
+            "commits": commits, "keep_s": self.plan.options.elastic.timeout_s}
 
     def _take(self, link: AgentLink, message: dict[str, Any], payload: bytes) -> None:
         member = self._members.get(link.host)
@@ -197,18 +196,16 @@ class ElasticJob(NativeJob):
         if member is None or member.link is not link:
             return
         name, was = link.host, member.state
-        in_world = [slot.rank for slot in self.plan.slots
-                    if slot.host == name and slot.rank not in self.ends]
-        if self._is_running and in_world:
-            super()._lose(link)  # tells how its ranks ended
-        elif was != "ready":
-            self.output.say(f"{name} cannot be used: {why_ended(link)}")
         self._forget(link)
         self._leaving.append(link)
+        if was != "ready":
+            self.output.say(f"{name} cannot be used: {why_ended(link)}")
         bar_s = self._bars.hosts.setdefault(name, Bar()).fail(
             time.monotonic(), first_counts=was != "ready")
         if bar_s:
             self.output.say(f"{name} is tried again in {bar_s:g} s")
+        if self._is_running:
+            super()._lose(link)  # tells how its ranks have ended
         self._look()
 
     # Worlds
@@ -389,8 +386,8 @@ class ElasticJob(NativeJob):
         self._look()
 
 
-def commits_folder(plan: LaunchPlan) -> str:
-    """The folder in memory for the commits of a job, the same for another launcher of it."""
-    text = "\0".join((os.getcwd(), *plan.argv, os.environ.get("SLURM_JOB_ID", "")))
+def commits_folder(argv: Sequence[str], host: str) -> str:
+    """The folder in a host's memory for the commits of a job, the same for its next launcher."""
+    text = "\0".join((os.getcwd(), *argv, os.environ.get("SLURM_JOB_ID", ""), host))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return f"{_MEMORY}/hvdtrain-{os.geteuid()}-{digest}"

@@ -44,7 +44,7 @@ from hvdtrain.world.detect import HOSTS_VARIABLE
 
 _RETRY_S, _REAP_S, _PAUSE_S = 1.0, 2.0, 0.2
 _CAUSE_WAIT_S, _SECONDARY_WAIT_S = 0.3, 2.0  # wait for the cause: its peer may be seen first
-_PEERS = 3  # that each agent looks up; one name alone may be wrong
+PEERS = 3  # that each agent looks up; one name alone may be wrong
 _FILES, _FILES_OF_LINK, _NAMED = 128, 8, 8
 
 # Valid on this host, in this terminal or login only.
@@ -65,7 +65,7 @@ class NativeJob(RunningJob):
             self._resources.callback(os.close, self._stdin)
         hosts = list(plan.hosts)
         self._links = {
-            host: AgentLink(host, [*islice((other for other in hosts if other != host), _PEERS)],
+            host: AgentLink(host, [*islice((other for other in hosts if other != host), PEERS)],
                             None if host in plan.local_hosts else plan.options.remote)
             for host in hosts}
         self._notes: set[tuple[str, str]] = set()

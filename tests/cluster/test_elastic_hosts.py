@@ -1,0 +1,181 @@
+"""Elastic jobs on real ssh hosts: lost, cut, added and removed; and that nothing is left.
+
+The ranks count without TensorFlow (`elastic_rank.py`); trainings are in tests/processes.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import VirtualHosts
+from tests.cluster.test_launch_hosts import assert_gone
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = (sys.executable, "-m", "hvdtrain", "launch")
+RANK = Path(__file__).with_name("elastic_rank.py")
+UP = re.compile(r"up rank (\d) of (\d) on (\w+) world (\d+) from (\d+) pid (\d+)")
+
+
+started: list["Job"] = []
+
+
+@pytest.fixture(autouse=True)
+def _ended() -> Iterator[None]:
+    """What a test that has failed leaves is killed."""
+    yield
+    while started:
+        job = started.pop()
+        for pid in job.hosts.processes("hosta", job.mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        job.process.kill()
+        job.process.communicate()
+
+
+class Job:
+    """A launcher on hosta whose output is read as it comes."""
+
+    def __init__(self, hosts: VirtualHosts, *words: str, end: int = 200) -> None:
+        self.hosts, self.mark = hosts, f"mark{uuid.uuid4().hex}"
+        self.command = [*LAUNCH, *words, "--", sys.executable, str(RANK), self.mark, str(end)]
+        self.lines: list[str] = []
+        self.process = self.start()
+        started.append(self)
+
+    def start(self) -> subprocess.Popen[str]:
+        self.process = self.hosts.start("hosta", self.command, cwd=ROOT)
+        assert self.process.stdout is not None
+        os.set_blocking(self.process.stdout.fileno(), False)
+        return self.process
+
+    def read(self) -> None:
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline():
+            self.lines.append(line.rstrip())
+
+    def until(self, done: Callable[[], object], limit_s: float) -> float:
+        begin = time.monotonic()
+        while not done():
+            assert time.monotonic() - begin < limit_s, self.lines
+            self.read()
+            time.sleep(0.02)
+        return time.monotonic() - begin
+
+    def ranks(self) -> list[tuple[int, int, str, int, int, int]]:
+        """rank, size, host, world, first step, pid; of all that have begun."""
+        return [(int(a), int(b), host, int(w), int(s), int(p)) for a, b, host, w, s, p in
+                UP.findall("\n".join(self.lines))]
+
+    def world_is_up(self, size: int, after: int = 0) -> Callable[[], bool]:
+        """Whether a world later than number `after` has all of its ranks."""
+        def up() -> bool:
+            worlds = [one[3] for one in self.ranks() if one[1] == size and one[3] > after]
+            return any(worlds.count(world) == size for world in worlds)
+        return up
+
+    @property
+    def world(self) -> int:
+        return max(one[3] for one in self.ranks())
+
+    def end(self, limit_s: float = 30.0) -> int:
+        self.until(lambda: self.process.poll() is not None, limit_s)
+        self.read()
+        assert_gone(self.hosts, self.mark)
+        deadline = time.monotonic() + 3.0
+        while left := self.folders():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+        return int(self.process.returncode)
+
+    def folders(self) -> list[str]:
+        """Folders of commits, on the hosts, whose memory is their own."""
+        return [name for host in self.hosts.names for name in self.hosts.run(
+            host, ["ls", "/dev/shm"]).stdout.split() if name.startswith("hvdtrain-")]
+
+
+def test_hosts_that_a_file_adds_and_takes_away(hosts: VirtualHosts, tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("hosta slots=1\nhostb slots=1\n")
+    job = Job(hosts, "--hostfile", str(hostfile), "--watch", "--min-np", "1", end=700)
+    job.until(job.world_is_up(2), 40)
+    hostfile.write_text("hosta slots=1\nhostb slots=1\nhostc slots=1\n")
+    job.until(job.world_is_up(3), 40)
+    first = job.world
+    steps = [one[4] for one in job.ranks() if one[3] == first and one[2] != "hostc"]
+    assert min(steps) > 0
+    hostfile.write_text("hostb slots=1\nhostc slots=2\n")  # hosta, with rank 0, leaves
+    job.until(job.world_is_up(3, after=first), 20)
+    assert {one[2] for one in job.ranks() if one[3] == job.world} == {"hostb", "hostc"}
+    assert max(one[4] for one in job.ranks() if one[3] == job.world) >= min(steps)
+    assert any("hosta leaves" in line for line in job.lines)
+    assert job.end() == 0
+
+
+def test_a_host_whose_cable_is_cut_is_left_out_and_comes_back(fragile_hosts: VirtualHosts) -> None:
+    job = Job(fragile_hosts, "-H", "hosta:1,hostb:1,hostc:1", "--min-np", "2", end=1500)
+    job.until(job.world_is_up(3), 40)
+    time.sleep(1.0)
+    fragile_hosts.cut("hostb")
+    took_s = job.until(job.world_is_up(2), 25)
+    assert took_s < 16
+    fragile_hosts.join("hostb")
+    job.until(job.world_is_up(3, after=job.world), 60)
+    assert max(one[4] for one in job.ranks()) > 0
+    os.kill(pid_of(job, "launcher"), signal.SIGTERM)
+    job.end()
+
+
+def test_too_few_ranks_wait_and_then_end_with_a_code(fragile_hosts: VirtualHosts) -> None:
+    job = Job(fragile_hosts, "-H", "hosta:1,hostb:1", "--min-np", "2", "--elastic-timeout", "3",
+              end=1500)
+    job.until(job.world_is_up(2), 40)
+    fragile_hosts.cut("hostb")
+    assert job.end(60) == 76
+    assert any("fewer than --min-np 2 ranks for 3 s" in line for line in job.lines)
+    # The rank that was left has been started to save the state.
+    assert job.ranks()[-1][:3] == (0, 1, "hosta")
+
+
+@pytest.mark.parametrize("victim", ["rank", "agent", "preloaded", "launcher"])
+def test_what_is_killed_is_replaced(victim: str, hosts: VirtualHosts) -> None:
+    job = Job(hosts, "-H", "hosta:1,hostb:1,hostc:1", "--min-np", "3", end=250)
+    job.until(job.world_is_up(3), 40)
+    time.sleep(1.0)
+    first = job.world
+    os.kill(pid_of(job, victim), signal.SIGKILL)
+    if victim == "launcher":
+        job.process.wait()
+        assert job.folders()
+        job.lines.clear()
+        job.start()
+        first = 0
+    job.until(job.world_is_up(3, after=first), 60)
+    assert min(one[4] for one in job.ranks() if one[3] > first) > 0
+    assert job.end(60) == 0
+
+
+def pid_of(job: Job, what: str) -> int:
+    """The process, as seen from here."""
+    host, mark, part = {
+        "rank": ("hostb", job.mark, str(RANK)), "agent": ("hostb", "hvdtrain-agent", ""),
+        "preloaded": ("hostb", "hvdtrain.preload.server", ""),
+        "launcher": ("hosta", job.mark, " launch ")}[what]
+    on_host = job.hosts.processes(host)
+    found = [pid for pid, command in on_host.items() if mark in command and part in command]
+    if what == "agent":  # not its keeper, which is a child of it
+        found = [pid for pid in found if "sshd" in on_host.get(parent_of(pid), "")]
+    assert len(found) == 1, on_host
+    return found[0]
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
