@@ -16,6 +16,8 @@ from hvdtrain.tensorflow import current
 from hvdtrain.tensorflow.distributed import LocalVariables
 from hvdtrain.train import evaluate
 
+__all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback",
+           "LearningRateScheduleCallback", "LearningRateWarmupCallback", "MetricAverageCallback"]
 Logs = dict[str, Any] | None
 
 
