@@ -547,3 +547,29 @@ def test_batch_normalization_over_ranks(hvd, keras, tf):
     np.testing.assert_allclose(layer.moving_variance, expected.moving_variance, rtol=1e-5)
     copy = type(layer).from_config(layer.get_config())
     assert copy.name == "ours"
+
+
+@pytest.mark.ranks(2, collective="horovod-mpi")
+def test_over_mpi(hvd, hvk, keras, tf):
+    """Adasum adds what is orthogonal, and averages what is parallel."""
+    from mpi4py import MPI
+    hvd.init(comm=MPI.COMM_WORLD)
+    with pytest.raises(ValueError, match="a communicator of 1 processes"):
+        hvd.init(comm=MPI.COMM_SELF)
+    assert hvd.mpi_enabled()
+    assert not hvd.gloo_enabled()
+    assert hvd.mpi_threads_supported()
+    own = tf.constant([[1.0, 0.0], [0.0, 3.0]][hvd.rank()])
+    for out in both_ways(tf, lambda x: hvd.allreduce(x, op=hvd.Adasum), own):
+        np.testing.assert_allclose(out, [1.0, 3.0], atol=1e-6)
+    out = hvd.grouped_allreduce([own, tf.ones([2])], op=hvd.Adasum)
+    np.testing.assert_allclose(out[1], [1.0, 1.0], atol=1e-6)
+    variable = keras.Variable([0.0, 0.0])
+    optimizer = hvk.DistributedOptimizer(sgd(keras, 1.0), op=hvd.Adasum)
+    optimizer.build([variable])
+    optimizer.apply([own], [variable])
+    np.testing.assert_allclose(variable.numpy(), [-1.0, -3.0], atol=1e-6)
+    np.testing.assert_array_equal(hvd.alltoall(tf.range(2) + 10 * hvd.rank()),
+                                  [hvd.rank(), 10 + hvd.rank()])
+    np.testing.assert_array_equal(hvd.reducescatter(tf.constant([1.0, 2.0, 3.0]), op=hvd.Sum),
+                                  [[2.0, 4.0], [6.0]][hvd.rank()])

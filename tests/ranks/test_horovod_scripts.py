@@ -32,6 +32,11 @@ assert hvd.add_process_set is hvt.add_process_set
 found = [float(hvt.allreduce(3.0, op=hvd.Sum, name="step")) for _ in range(1 + rank)]
 assert found == [9.0, 6.0, 3.0][:1 + rank], found
 assert int(hvd.join()) == 2
+hvd.start_timeline(f"{sys.argv[1]}-{rank}.json", mark_cycles=True)
+hvt.allreduce(1.0, name="seen")
+hvd.stop_timeline()
+hvt.barrier()
+assert rank or "seen" in open(f"{sys.argv[1]}-0.json").read()
 x = np.arange(12, dtype="f4").reshape(12, 1)[rank::size]
 model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
 model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.001 * size)), "mse")
@@ -175,6 +180,8 @@ def test_a_script_on_three_ranks(program, argument, tmp_path):
     path = tmp_path / "script.py"
     path.write_text(program)
     environ = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_")}
+    if program is INIT:
+        environ["HOROVOD_TIMELINE"], argument = "DYNAMIC", str(tmp_path / "timeline")
     done = subprocess.run(
         [sys.executable, "-m", "hvdtrain", "launch", "-np", "3", "--timeout", "200", "--",
          sys.executable, str(path), argument], text=True, capture_output=True, check=False,
