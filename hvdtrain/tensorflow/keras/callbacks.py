@@ -94,7 +94,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def _broadcast(self) -> None:
         # State that was made while tracing has no value yet: it will be the same constants.
         found = [v for v in state.state_without_seeds(self.model)
-                 if not self._local(v) and _has_value(v)]
+                 if not self._local(v) and keras_seam.has_value(v)]
         state.broadcast_variables(found, root=self.root_rank,
                                   collective=current.session().collective)
         self.broadcast_done = True
@@ -104,11 +104,6 @@ def _is_ready(model: Any) -> bool:
     """Whether all variables of a training are there, or can be made without a batch."""
     return model.built and (type(model).train_step is keras.Model.train_step or all(
         optimizer.built for optimizer in keras_seam.found_optimizers(model)))
-
-
-def _has_value(variable: Any) -> bool:
-    inner = variable.value if isinstance(variable, keras.Variable) else variable
-    return bool(inner.is_initialized())
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
