@@ -15,6 +15,7 @@ from hvdtrain.collectives.base import Collective
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import ConfigError, LeftEarlyError, WorldError
 from hvdtrain.horovod_check import check_horovod
+from hvdtrain.log import get_logger
 from hvdtrain.optional import require
 from hvdtrain.rendezvous.barrier import rendezvous_barrier
 from hvdtrain.rendezvous.bootstrap import bootstrap
@@ -57,6 +58,8 @@ class Session:
 
 _current: list[Session] = []
 _at_shutdown: list[Callable[[], None]] = []
+_seeded: list[Session] = []
+"""The session whose ranks have agreed on seeds."""
 
 
 def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_timeout_s,
@@ -141,12 +144,30 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
 def _prepare_keras(session: Session, *, horovod_way: bool) -> None:
     """Seed the ranks alike, and watch calls of Keras' own `fit` and `save_model`."""
     from hvdtrain.train.distribute import watch_keras
-    from hvdtrain.train.own_loop import agree_on_seeds
     if horovod_way:
         _allow_horovod_way(session)
     else:
-        agree_on_seeds(session.collective)
+        _agree_on_seeds(session)
     _at_shutdown.append(watch_keras(session.collective))
+
+
+def _agree_on_seeds(session: Session) -> None:
+    from hvdtrain.train.own_loop import agree_on_seeds
+    agree_on_seeds(session.collective)
+    _seeded.append(session)
+
+
+def with_equal_seeds() -> Session:
+    """The session, for what divides data that are the same on all ranks. All ranks."""
+    session = init()
+    if session.world.size > 1 and not _seeded:
+        if session.world.is_chief:
+            get_logger().warning(
+                "hvd.init() left each rank its own random numbers: what was shuffled before this "
+                "call has another order on each rank. Where hvdtrain divides the data, call "
+                "hvdtrain.init() in place of hvd.init().")
+        _agree_on_seeds(session)
+    return session
 
 
 def _allow_horovod_way(session: Session) -> None:
@@ -175,7 +196,7 @@ def session_for(config: TrainConfig) -> Session:
     if not _current:
         return init(collective=config.collective, timeline=config.timeline,
                     hang_timeout_s=config.hang_timeout_s)
-    session = _current[0]
+    session = with_equal_seeds()
     for name, wanted, known in (
             ("collective", config.collective, {"auto", session.asked_collective,
                                                session.choice.name}),
@@ -200,6 +221,7 @@ def shutdown() -> None:
     """Close the collective. All ranks; for scripts and tests that continue afterwards."""
     if _current:
         session = _current.pop()
+        _seeded.clear()
         while _at_shutdown:
             _at_shutdown.pop()()
         if session.watchdog is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -200,8 +200,15 @@ def replace_losses(compiled: Any, make: Callable[[int, Any], Any]) -> None:
 
 def pythonify_logs(logs: Any) -> dict[str, Any]:
     """Logs as plain numbers, sorted by name, as Keras passes them to callbacks."""
-    from keras.src.utils import python_utils
-    return dict(python_utils.pythonify_logs(logs))
+    found: dict[str, Any] = {}
+    for name, value in sorted((logs or {}).items()):
+        if isinstance(value, dict):
+            found |= pythonify_logs(value)
+            continue
+        found[name] = value
+        with suppress(TypeError, ValueError):
+            found[name] = float(value)
+    return found
 
 
 def save_to_memory(model: Any, file: io.BytesIO) -> None:

@@ -260,6 +260,17 @@ def variable_path(variable: Any) -> str:
     return str(path or "a tensor")
 
 
+def is_variable(value: Any) -> bool:
+    """Whether this is a variable of Keras."""
+    # Those that Keras 3.5 makes are no `keras.Variable`. In TensorFlow's own, `value` is a method.
+    return hasattr(value, "assign") and not callable(getattr(value, "value", None))
+
+
+def has_value(variable: Any) -> bool:
+    """Whether a variable is initialized: one that was made while tracing is not yet."""
+    return bool((variable.value if is_variable(variable) else variable).is_initialized())
+
+
 def variable_key(variable: Any) -> str | None:
     """The unique key of a variable in this process; None for a tensor."""
     inner = getattr(variable, "value", variable)  # a method of TensorFlow's own variables
@@ -296,7 +307,7 @@ def slots(leaf: Optimizer, count: int) -> dict[str, list[Any]]:
             if name not in ("_variables", "_trainable_variables")
             and isinstance(value, list) and len(value) == count
             and any(v is not None for v in value)
-            and all(v is None or isinstance(v, keras.Variable) for v in value)}
+            and all(v is None or is_variable(v) for v in value)}
 
 
 def local_slots(leaf: Optimizer) -> list[Any]:

@@ -195,7 +195,7 @@ def merged_logs(collective: Collective, model: Any, logs: Any, *,
     with keras.StatelessScope(state_mapping=states):
         # Within the scope: a metric may give its variable as it is.
         merged = as_figures(tf.nest.map_structure(
-            lambda value: value.value if isinstance(value, keras.Variable) else value,
+            lambda value: value.value if keras_seam.is_variable(value) else value,
             model.get_metrics_result()))
     if summing is not collective:
         everyone = collective.gather_objects(mine)

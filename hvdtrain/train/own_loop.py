@@ -21,7 +21,7 @@ from hvdtrain.data.divided import divided
 from hvdtrain.data.plans import Part
 from hvdtrain.errors import DataError
 from hvdtrain.optim.tracing import CallNames
-from hvdtrain.session import init
+from hvdtrain.session import init, with_equal_seeds
 
 _names = {kind: CallNames(f"hvdtrain.own.{kind}") for kind in ("allreduce", "allgather")}
 _drawn: list[int] = []
@@ -138,7 +138,7 @@ def shard(data: Any, *, remainder: Literal["drop", "pad"] = "drop") -> Any:
     """
     if remainder not in ("drop", "pad"):
         raise DataError(f"remainder must be 'drop' or 'pad'. Received: {remainder!r}")
-    world = init().world
+    world = with_equal_seeds().world
     if isinstance(data, tf.data.Dataset):
         part = Part(rank=world.rank, size=world.size, remainder=remainder)
         return divided(data, part).dataset.prefetch(2)
