@@ -2,9 +2,14 @@
 
     hvdtrain launch -np 2 -- python tests/documented.py docs/from-keras.md
 
+Or runs both sides of each row of the tables of a page, and compares them on one rank.
+
+    hvdtrain launch -np 2 -- python tests/documented.py --rows docs/migrating.md
+
 The folder in which it is started is the one that the blocks write to.
 """
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -57,5 +62,75 @@ def try_mistakes(text, names):
     hvdtrain.print_on_chief(f"{len(found)} mistakes")
 
 
+def rows(text):
+    """The two sides of each row of a page's tables, without their backticks."""
+    return re.findall(r"^\| `(.*?)` \| `(.*?)` \|$", text, flags=re.MULTILINE)
+
+
+def try_rows(page):
+    """Both sides of each row; equal on one rank, if they are values. Every rank."""
+    import numpy as np
+
+    import hvdtrain
+    from hvdtrain.script import horovod_names, keras2
+    keras2.install()
+    horovod_names.install()
+    found = rows(Path(page).read_text())
+    import horovod.tensorflow.keras as hvd
+    hvd.init()
+    own = Path(f"rank{hvd.rank()}")  # each rank writes the files of the left side
+    own.mkdir()
+    os.chdir(own)
+    for old, new in found:
+        names = _prepared()
+        with hvdtrain.alone():
+            if old.endswith("# refused"):
+                with pytest.raises(hvdtrain.HvdtrainError):
+                    eval(old, names)
+                eval(new, names)
+                continue
+            values = [eval(side, names) for side in (old, new)]
+            if hvdtrain.size() == 1 and all(map(_is_value, values)):
+                np.testing.assert_allclose(*values, rtol=1e-6, err_msg=old)
+    hvdtrain.print_on_chief(f"{len(found)} rows")
+
+
+def _is_value(side):
+    import numpy as np
+    return isinstance(side, (int, float, list, np.ndarray)) or hasattr(side, "numpy")
+
+
+def _prepared():
+    """What the rows refer to."""
+    import horovod.tensorflow as hvd_tf
+    import horovod.tensorflow.keras as hvd
+    import keras
+    import numpy as np
+    import tensorflow as tf
+    from tensorflow.keras import backend as K  # noqa: N812
+
+    import hvdtrain
+
+    class Rows(tf.keras.utils.Sequence):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, number):
+            return x[:4], y[:4]
+    x, y = np.ones((16, 3), "f4"), np.ones((16, 1), "f4")
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.1)
+    model.compile(optimizer, "mse")
+    model.save_weights("model.weights.h5")
+    model.save_weights("weights.h5")
+    return {"np": np, "keras": keras, "tf": tf, "K": K, "hvd": hvd, "hvd_tf": hvd_tf,
+            "hvdtrain": hvdtrain, "model": model, "optimizer": optimizer, "x": x, "y": y, "sequence": Rows(),
+            "data": tf.data.Dataset.from_tensor_slices((x, y)).batch(4),
+            "strategy": tf.distribute.get_strategy()}
+
+
 if __name__ == "__main__":
-    try_mistakes(*run(sys.argv[1]))
+    if sys.argv[1] == "--rows":
+        try_rows(sys.argv[2])
+    else:
+        try_mistakes(*run(sys.argv[1]))

@@ -78,11 +78,20 @@ def allgather(values: Any) -> Any:
 
     Returns:
         The same structure of tensors, equal on all ranks: rank after rank.
+
+    Raises:
+        DataError: A value has no axis.
     """
     collective = init().collective
-    return tf.nest.map_structure(
-        lambda value: collective.allgather(tf.convert_to_tensor(value),
-                                           name=_names["allgather"].next()), values)
+
+    def gathered(value: Any) -> Any:
+        tensor = tf.convert_to_tensor(value)
+        if tensor.shape.rank == 0:
+            raise DataError("allgather takes arrays and tensors of at least one axis. Received a "
+                            "number; lists are structures. Write allgather(np.array(...)), or "
+                            "gather(value), which gives a list.")
+        return collective.allgather(tensor, name=_names["allgather"].next())
+    return tf.nest.map_structure(gathered, values)
 
 
 def gather(value: Any) -> list[Any]:

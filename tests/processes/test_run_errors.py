@@ -58,7 +58,7 @@ def run(folder, ranks, *words, script=None):
          model = make()
      model.fit(x, y)
      """, 2, "take the strategy and its scope() out of the script"),
-    ("import time\nlayer = keras.layers.Normalization()\nlayer.adapt(x * (time.time_ns() % 997))", 6,
+    ("import time\nkeras.layers.Normalization().adapt(x * (time.time_ns() % 997))", 6,
      "was adapted to other data on rank 1 than on rank 0"),
     (HOROVOD + "make().fit(x, y, verbose=0)", 2, "model.compile(hvd.DistributedOptimizer("),
     (HOROVOD + "m = make(hvd.DistributedOptimizer(keras.optimizers.SGD()))\n"

@@ -1,4 +1,5 @@
-"""docs/from-keras.md does what it says, on two ranks, and its script trains as plain Keras does."""
+"""docs/from-keras.md and docs/migrating.md do what they say; the script of the former trains as
+plain Keras does."""
 
 import os
 import subprocess
@@ -31,6 +32,16 @@ def test_the_page_runs_on_two_ranks_and_its_mistakes_are_told(tmp_path):
     out = run(tmp_path, HVDTRAIN, "launch", "-np", 2, "--",
               sys.executable, documented.__file__, PAGE)
     assert f"{len(list(documented.mistakes(PAGE.read_text())))} mistakes" in out
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_both_sides_of_each_row_run(ranks, tmp_path):
+    page = ROOT / "docs/migrating.md"
+    out = run(tmp_path, HVDTRAIN, "launch", "-np", ranks, "--",
+              sys.executable, documented.__file__, "--rows", page)
+    told = [line for line in page.read_text().splitlines() if line.startswith("| `")]
+    assert len(told) == len(documented.rows(page.read_text()))
+    assert f"{len(told)} rows" in out
 
 
 def test_the_three_lines_of_its_script_change_nothing(tmp_path):
