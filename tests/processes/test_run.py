@@ -15,9 +15,8 @@ from tests.script_runs import HOROVOD_RUNS, NAMES
 pytestmark = pytest.mark.slow
 
 #: Batches that do not divide by three, loops of one's own, data of each kind.
-PLAIN_ON_THREE = ("every_callback", "gan", "generator", "loop_with_metrics", "pydataset",
-                  "weighted")
-HOROVOD_ON_THREE = ("custom_loop", "imagenet", "imagenet_resumed", "mnist_advanced", "word2vec")
+PLAIN_ON_THREE = ("every_callback", "gan", "loop_with_metrics", "pydataset")
+HOROVOD_ON_THREE = ("custom_loop", "mnist_advanced", "word2vec")
 #: What a step of a loop returns is each rank's own.
 OF_EACH_RANK = {"own_loop": {"figures history loss"}}
 #: Gradients in 16 bits: 11 bits of each, summed over 9 steps.
@@ -61,8 +60,9 @@ def test_files_of_a_horovod_script_are_written_once_and_complete(scripts_run):
     names = {path.name for path in folder.iterdir()}
     assert {f"mnist-{epoch}.h5" for epoch in (1, 2, 3, 4)} <= names
     assert {f"imagenet-{epoch}.h5" for epoch in range(1, 7)} <= names
-    assert {"advanced-1.h5", "advanced-3.h5"}.isdisjoint(names)
-    assert "advanced-8.h5" in names
+    best = {name for name in names if name.startswith("advanced-")}
+    assert "advanced-2.h5" in best  # the first is the best so far
+    assert best <= {f"advanced-{epoch}.h5" for epoch in (2, 4, 6, 8)}
     assert (folder / "custom-loop/checkpoint").is_file()
     # `imagenet` ran twice, and its second run went on in the log of the first.
     assert len(list((folder / "imagenet-logs/train").glob("events*"))) == 2
