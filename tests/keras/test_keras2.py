@@ -77,11 +77,12 @@ def test_decay_divides_the_rate_by_one_plus_decay_times_the_updates_before(accum
     np.testing.assert_allclose(float(optimizer._decayed_lr(tf.float32)), 0.5 / (1 + 0.25 * 5))
 
 
-def test_decay_is_saved_with_the_model_and_goes_on(tmp_path):
+@pytest.mark.parametrize("name", ["m.keras", "m.h5"])
+def test_decay_is_saved_with_the_model_and_goes_on(name, tmp_path):
     model = small(optimizer=keras.optimizers.Adam(0.1, decay=0.5))
     model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
-    model.save(tmp_path / "m.keras")
-    loaded = keras.models.load_model(tmp_path / "m.keras")
+    model.save(tmp_path / name)
+    loaded = keras.models.load_model(tmp_path / name)
     assert loaded.optimizer.decay == 0.5
     for each in (model, loaded):
         each.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
