@@ -20,6 +20,8 @@ EXIT_NOT_WRITTEN = 8
 """A file could not be written, as on a full disk."""
 EXIT_STOPPED = 75
 """EX_TEMPFAIL of sysexits.h: stopped on request, to be submitted again."""
+EXIT_TOO_FEW = 76
+"""An elastic job had fewer ranks than `--min-np` for too long."""
 EXIT_PARAMETERS_LOST = 86
 """Between processes of engine ps: the chief's asks to be restarted, for a lost server."""
 EXIT_TIME_OVER = 124

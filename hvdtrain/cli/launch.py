@@ -7,6 +7,7 @@ import sys
 
 from hvdtrain.cli.words import Launch
 from hvdtrain.errors import LaunchError
+from hvdtrain.hosts import Host
 from hvdtrain.launch.execute import launch
 from hvdtrain.launch.facts import gather_facts
 from hvdtrain.launch.link import asks_about_keys
@@ -35,7 +36,13 @@ def run_launch(typed: Launch) -> int:
                         *given.get("env", ()))
     options = replace(LaunchOptions(command=ranks.argv), **given | {
         "verbose": given.get("verbose", False) or ranks.own_words[:1] == ("world",)})
-    hosts = read_hosts(options, os.environ)
+    discovery = None
+    if options.elastic.is_on:
+        # Imported here: few jobs need it.
+        from hvdtrain.launch.discovery import discovery_of
+        discovery = discovery_of(options, lambda: read_hosts(options, os.environ))
+    hosts = read_hosts(options, os.environ) if discovery is None else (
+        discovery.hosts or (Host("localhost", 1),))
     facts = gather_facts([host.name for host in hosts],
                          lambda host: asks_about_keys(host, options.remote))
     plan = make_plan(options, os.environ, facts, hosts)
@@ -45,4 +52,4 @@ def run_launch(typed: Launch) -> int:
     told = render(plan) if "verbose" in given else "".join(
         f"hvdtrain launch: {note}\n" for note in plan.notes)
     print(told, end="", file=sys.stderr, flush=True)
-    return launch(plan)
+    return launch(plan, discovery)

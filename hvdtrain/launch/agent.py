@@ -1,7 +1,7 @@
 """Program: starts and watches the ranks of one host, for `launch/native.py`.
 
-Standard library only, and nothing of hvdtrain: `launch/link.py` sends it through standard input, so
-that a host needs no installation to report why a rank cannot start. It
+Standard library only, and of hvdtrain `agent_host.py`: `launch/link.py` sends both through standard
+input, so that a host needs no installation to report why a rank cannot start. It
 
 1. reads a line `{"peers": [HOST, ...]}`, some of the hosts that this one must reach;
 2. writes `HVDTRAIN-AGENT {...}` with the facts of this host;
@@ -10,7 +10,14 @@ that a host needs no installation to report why a rank cannot start. It
    and to fork the ranks `preload`: the text of `preload/client.py` and, unless the environments
    name a preloaded process, the command that starts one;
 4. reads lines `{"signal": N}` for every rank, and `{}`, which renews the lease; writes JSON lines
-   `exit`, `note` (for the user) and `output`, with as many bytes as it says.
+   `exit`, `note` (for the user) and `output`, with as many bytes as it says;
+5. goes on with 3 when all ranks have ended.
+
+In an elastic job the work names a folder in memory, `commits`, where ranks keep their newest state
+(`train/commits.py`). Then work without ranks makes it and the preloaded process, and is answered by
+`ready` when that can fork. `idle` follows the last exit. Both name the newest commit. The line
+`{"change": true}` asks the ranks to commit and end, `{"forget": true}` removes the folder; without
+it, it stays for `keep_s` after this agent's end, for another launcher of the same job.
 
 If standard input ends, or brings nothing for `lease_s`, the launcher is gone: the ranks get
 SIGTERM, then SIGKILL. If the agent is killed, a second process, the keeper, kills them. Each rank
@@ -31,9 +38,10 @@ import struct
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Callable
 from typing import Any
+
+from hvdtrain.launch.agent_host import Host, send, signal_group, start_keeper
 
 MARK = b"HVDTRAIN-AGENT "
 _PR_SET_PDEATHSIG, _SIOCGIFADDR = 1, 0x8915
@@ -48,20 +56,15 @@ _CUT_OFF_GRACE_S = 3.0  # ranks whose host is cut off cannot agree to stop
 class Agent:
     """The ranks of this host: processes of `subprocess`, and forks, which have the same names."""
 
-    def __init__(self, work: dict[str, Any], keeper: int) -> None:
-        self._work, self._keeper = work, keeper
+    def __init__(self, work: dict[str, Any], host: Host) -> None:
+        self._work, self._host = work, host
         self._selector = selectors.DefaultSelector()
         self._ranks: dict[int, Any] = {}
         self._starting: dict[int, Any] = {}  # forks that were requested and do not run yet
-        self._client = types.ModuleType("client")
-        if work["preload"]:
-            exec(work["preload"]["client"], self._client.__dict__)  # noqa: S102 - of our launcher
-        self._preloader: Any = None
         self._streams: dict[str, Any] = {
             "stdin": subprocess.DEVNULL if work["stdin"] is None else work["stdin"],
             "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self._kill_at: float | None = None
-        self._rest = b""
         self._wake_read, self._wake_write = os.pipe()
 
     def run(self) -> None:
@@ -80,8 +83,11 @@ class Agent:
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._signal_all(signal.SIGKILL)
                 self._kill_at = None
-        if self._preloader is not None:
-            self._preloader.close()
+        signal.alarm(0)
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+        self._host.tell("idle")
 
     def _watch(self, descriptor: int, action: Callable[[], object]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, action)
@@ -91,17 +97,12 @@ class Agent:
             self._selector.unregister(descriptor)
 
     def _start(self, rank: int, env: dict[str, str]) -> None:
-        preload, client = self._work["preload"], self._client
-        if preload is None:
+        if self._work["preload"] is None:
             self._start_new(rank, env)
             return
-        if client.SOCKET_VARIABLE not in env:
-            self._preloader = self._preloader or client.Preloader(preload["server"], env)
-            env[client.SOCKET_VARIABLE] = self._preloader.path
         try:
-            fork = client.ForkedProgram(env[client.SOCKET_VARIABLE], self._work["command"], env=env,
-                                        cwd=self._work["directory"], **self._streams)
-        except client.RefusedError as error:
+            fork = self._host.fork(self._work, env, self._work["command"], **self._streams)
+        except self._host.client.RefusedError as error:
             self._start_new(rank, env, error)
         else:
             self._starting[rank] = fork
@@ -112,14 +113,14 @@ class Agent:
         self._selector.unregister(fork.fileno())
         try:
             fork.begin()
-        except self._client.RefusedError as error:
+        except self._host.client.RefusedError as error:
             self._start_new(rank, env, error)
         else:
             self._started(rank, fork)
 
     def _start_new(self, rank: int, env: dict[str, str], why: Exception | None = None) -> None:
         if why is not None:
-            _send({"type": "note", "text": f"ranks are started as new processes: {why}"})
+            send({"type": "note", "text": f"ranks are started as new processes: {why}"})
         libc, agent = ctypes.CDLL(None), os.getpid()
 
         def prepare() -> None:
@@ -154,13 +155,13 @@ class Agent:
             if not data:
                 self._unwatch(descriptor)
         if data:
-            _send({"type": "output", "rank": rank, "stream": name, "size": len(data)}, data)
+            send({"type": "output", "rank": rank, "stream": name, "size": len(data)}, data)
         return bool(data)
 
     def _ended(self, rank: int, process: Any, pidfd: int) -> None:
         at = time.time()
         # First its group: before `wait` no other process can have its number.
-        _signal_group(process.pid, signal.SIGKILL)
+        signal_group(process.pid, signal.SIGKILL)
         code = process.wait()
         del self._ranks[rank]
         self._tell_keeper(f"-{process.pid}")
@@ -178,23 +179,23 @@ class Agent:
         _send_exit(rank, code, at)
 
     def _tell_keeper(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self._keeper, f"{text}\n".encode())
+        self._host.tell_keeper(text)
 
     def _read_control(self) -> None:
-        data = os.read(0, _CHUNK)
-        if not data:
+        line = _read()  # no more: the next work may follow
+        if not line:
             self._selector.unregister(0)
             signal.alarm(0)
             self._end_ranks(self._work["grace_s"])
             return
-        *lines, self._rest = (self._rest + data).split(b"\n")
         signal.alarm(self._work["lease_s"])
-        for number in [json.loads(line).get("signal") for line in lines]:
-            if number == signal.SIGSTOP:  # the launcher stops too
-                signal.alarm(0)
-            if number is not None:
-                self._signal_all(number)
+        told = json.loads(line)
+        self._host.obey(told)
+        number = told.get("signal")
+        if number == signal.SIGSTOP:  # the launcher stops too
+            signal.alarm(0)
+        if number is not None:
+            self._signal_all(number)
 
     def _lease_is_over(self, number: int, frame: object) -> None:
         """In the signal handler, because the loop may be stuck in a write to a dead network."""
@@ -214,17 +215,12 @@ class Agent:
         for process in self._ranks.values():
             # A stopped rank would not see SIGTERM.
             deaf = number == signal.SIGTERM and _is_stopped(process.pid)
-            _signal_group(process.pid, signal.SIGKILL if deaf else number)
+            signal_group(process.pid, signal.SIGKILL if deaf else number)
         for rank in list(self._starting) if number in _ENDING else ():
             fork = self._starting.pop(rank)
             self._selector.unregister(fork.fileno())
             fork.abandon()
             _send_exit(rank, -number)
-
-
-def _signal_group(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is empty
-        os.killpg(pid, number)
 
 
 def _is_stopped(pid: int) -> bool:
@@ -236,44 +232,20 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _send_exit(rank: int, code: int, at: float | None = None, reason: str = "") -> None:
-    _send({"type": "exit", "rank": rank, "code": code, "reason": reason,
+    send({"type": "exit", "rank": rank, "code": code, "reason": reason,
            "time": time.time() if at is None else at})
 
 
-def _send(message: dict[str, Any], payload: bytes = b"", *, mark: bytes = b"") -> None:
-    data = mark + json.dumps(message).encode() + b"\n" + payload
-    with contextlib.suppress(OSError):  # the launcher is gone; standard input ends too
-        while data:
-            data = data[os.write(1, data):]
-
-
-def _start_keeper() -> int:
-    """Fork the keeper; returns the descriptor that takes lines `+GROUP` and `-GROUP`."""
-    read_end, write_end = os.pipe()
-    if os.fork():
-        os.close(read_end)
-        return write_end
-    os.close(write_end)
-    os.setsid()
-    null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in range(3):  # ssh would wait for them to be closed
-        os.dup2(null, descriptor)
-    groups: set[int] = set()
-    with open(read_end, encoding="ascii") as told:
-        for line in told:
-            (groups.add if line.startswith("+") else groups.discard)(int(line[1:]))
-    for group in groups:
-        _signal_group(group, signal.SIGKILL)
-    os._exit(0)
-
-
 def _read(size: int | None = None) -> bytes:
-    """So many bytes, else a line: no more, since what follows belongs to the next reader."""
+    """So many bytes, else a line: no more, since what follows belongs to the next reader.
+
+    Empty at the end of standard input.
+    """
     data = b""
     while len(data) < size if size is not None else not data.endswith(b"\n"):
         more = os.read(0, 1 if size is None else size - len(data))
         if not more:
-            sys.exit(1)
+            return b""
         data += more
     return data
 
@@ -314,14 +286,33 @@ def main() -> None:
     # not SIG_IGN: that would be inherited by the ranks.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda number, frame: None)
-    peers = json.loads(_read())["peers"]
-    _send({"time": time.time(), **look_at_network(peers)}, mark=MARK)
+    peers = json.loads(_read() or b"{}").get("peers")
+    if peers is None:
+        sys.exit(1)
+    send({"time": time.time(), **look_at_network(peers)}, mark=MARK)
+    host = Host(start_keeper())
+    try:
+        while (line := _waited(host)) and (text := _read(int(line))):
+            work = json.loads(text)
+            host.begin(work)
+            if work["ranks"]:
+                Agent(work, host).run()
+            else:
+                host.prepare(work)
+    finally:
+        host.close()
+
+
+def _waited(host: Host) -> bytes:
+    """The size of the next work; empty where the launcher has ended, or wants nothing more."""
     line = b"{}\n"
-    while line == b"{}\n":  # renews the lease while the launcher waits for other hosts
+    while line.startswith(b"{"):  # `{}` renews the lease while the launcher waits for other hosts
         signal.alarm(_FIRST_LEASE_S)
         line = _read()
+        if line.startswith(b"{"):
+            host.obey(json.loads(line))
     signal.alarm(0)
-    Agent(json.loads(_read(int(line))), _start_keeper()).run()
+    return line
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import os
 import sys
 from contextlib import suppress
 
+from hvdtrain.launch.discovery import Discovery
+from hvdtrain.launch.facts import is_this_host
 from hvdtrain.launch.native import NativeJob
 from hvdtrain.launch.output import RankOutput
 from hvdtrain.launch.plan import LaunchPlan
@@ -20,8 +22,10 @@ from hvdtrain.world.detect import STARTER_VARIABLE
 from hvdtrain.world.failure import REPORT_VARIABLE
 
 
-def launch(plan: LaunchPlan) -> int:
+def launch(plan: LaunchPlan, discovery: Discovery | None = None) -> int:
     """Start the ranks, wait until all have ended, and leave none behind.
+
+    With `discovery` the job is elastic.
 
     Returns 0 if every rank ended with 0; else the code of the rank that failed first (128 + N if
     signal N killed it); 124 at the time limit. LaunchError if the starter cannot be started,
@@ -31,7 +35,9 @@ def launch(plan: LaunchPlan) -> int:
     output = RankOutput(plan.np, out=sys.stdout, err=sys.stderr, directory=plan.options.output,
                         verbose=plan.options.verbose, live=native and plan.np == 1)
     try:
-        if native:
+        if discovery is not None:
+            end = _launch_elastic(plan, output, discovery)
+        elif native:
             end = launch_native(plan, output, stdin=_input_of(plan))
         else:
             # Imported here: native ranks need not wait for psutil, which takes 18 ms.
@@ -52,6 +58,15 @@ def launch_native(plan: LaunchPlan, output: RankOutput, *, stdin: int | None = N
     env = _environment(plan) | {STARTER_VARIABLE: "native"}
     with SignalInbox(WITH_STOP) as inbox:
         return NativeJob(plan, output, env, stdin).run(inbox)
+
+
+def _launch_elastic(plan: LaunchPlan, output: RankOutput, discovery: Discovery) -> JobEnd:
+    # Imported here: few jobs need it.
+    from hvdtrain.launch.elastic import ElasticJob
+    env = _environment(plan) | {STARTER_VARIABLE: "native"}
+    with SignalInbox(WITH_STOP) as inbox:
+        return ElasticJob(plan, output, env, discovery, lambda name: (
+            name in plan.local_hosts or is_this_host(name))).run(inbox)
 
 
 def _environment(plan: LaunchPlan) -> dict[str, str]:

@@ -86,7 +86,7 @@ def gather_facts(hosts: Sequence[str] = (),
         target=lambda: answers.append(ask_mpirun(scripts_dir)), daemon=True)
     asking.start()
     check = check_horovod()
-    own = frozenset(host for host, is_own in zip(hosts, for_all(_is_this_host, hosts), strict=True)
+    own = frozenset(host for host, is_own in zip(hosts, for_all(is_this_host, hosts), strict=True)
                     if is_own)
     others = [host for host in hosts if host not in own | {"localhost"}]
     strict = asks_about_keys is not None and not all(for_all(asks_about_keys, others))
@@ -145,7 +145,8 @@ def _home() -> str:
     return tempfile.gettempdir()
 
 
-def _is_this_host(name: str) -> bool:
+def is_this_host(name: str) -> bool:
+    """Whether a name is one of this host; may ask a name server."""
     if name == "localhost":
         return True
     with suppress(OSError, UnicodeError):  # ssh may know the name, or tells what is wrong with it

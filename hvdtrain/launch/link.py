@@ -39,7 +39,10 @@ _LARGEST_BYTES = 1 << 20
 _CONNECT_TIMEOUT_S = 10
 _ALIVE_INTERVAL_S, _ALIVE_COUNT = 3, 3  # a cut cable is seen in 9 to 12 s; TCP alone takes hours
 _CONFIGURATION_S = 3.0  # `ssh -G` does not connect, but a `Match exec` may take a moment
-_SOURCE = Path(__file__).with_name("agent.py").read_bytes()
+_SOURCE = b"".join(
+    line for part in ("agent_host.py", "agent.py")
+    for line in Path(__file__).with_name(part).read_bytes().splitlines(keepends=True)
+    if not line.startswith(b"from hvdtrain."))  # the second file follows the first one
 # Reads exactly the program, so that what follows it stays for the program.
 _BOOT = ("import os\ns=b''\nwhile len(s)<{size}:\n d=os.read(0,{size}-len(s))\n"
          " if not d: os._exit(1)\n s+=d\n"

@@ -8,21 +8,18 @@ from __future__ import annotations
 import ipaddress
 import os
 import resource
-import selectors
 import signal
 import subprocess
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hvdtrain.errors import (
     EXIT_HOST_LOST,
-    EXIT_NOT_STARTED,
     EXIT_RUN_FAILED,
     EXIT_SIGNALLED,
     EXIT_STOPPED,
@@ -33,7 +30,7 @@ from hvdtrain.errors import (
 from hvdtrain.fork import can_fork
 from hvdtrain.hosts import Slot, rank_variables
 from hvdtrain.launch import hop
-from hvdtrain.launch.facts import for_all
+from hvdtrain.launch.bring_up import await_facts
 from hvdtrain.launch.link import LEASE_S, AgentLink, choose_interface, launcher_address
 from hvdtrain.launch.output import RankOutput, WaitingNotice
 from hvdtrain.launch.plan import LaunchPlan
@@ -42,15 +39,12 @@ from hvdtrain.launch.tree import Tree
 from hvdtrain.preload import client as preload_client
 from hvdtrain.process import SignalInbox, allow_open_files, signal_name
 from hvdtrain.rendezvous.secret import SECRET_VARIABLE, JobKey
-from hvdtrain.rendezvous.serve import gloo_variables, listen_on_all, serve
+from hvdtrain.rendezvous.serve import RendezvousServer, gloo_variables, listen_on_all, serve
 from hvdtrain.world.detect import HOSTS_VARIABLE
 
-_ANSWER_LIMIT_S = 60.0  # a host may accept and then be silent (a hanging home directory)
-_RETRY_S, _POLL_S, _REAP_S, _PAUSE_S = 1.0, 0.1, 2.0, 0.2
+_RETRY_S, _REAP_S, _PAUSE_S = 1.0, 2.0, 0.2
 _CAUSE_WAIT_S, _SECONDARY_WAIT_S = 0.3, 2.0  # wait for the cause: its peer may be seen first
 _PEERS = 3  # that each agent looks up; one name alone may be wrong
-# Logins that are under way: each may cost 0.1 s of a core here, and ssh gives up after 10 s.
-_AT_ONCE = 64
 _FILES, _FILES_OF_LINK, _NAMED = 128, 8, 8
 
 # Valid on this host, in this terminal or login only.
@@ -77,6 +71,8 @@ class NativeJob(RunningJob):
         self._notes: set[tuple[str, str]] = set()
         self._former_files: tuple[int, int] | None = None
         self._tree: Tree | None = None  # by which the agents were started, where it leads there
+        self._rendezvous: RendezvousServer | None = None
+        self._resources.callback(self._close_rendezvous)
 
     def run(self, inbox: SignalInbox) -> JobEnd:
         """Start the ranks and wait for their end.
@@ -171,11 +167,16 @@ class NativeJob(RunningJob):
                 f"The ranks cannot reach this launcher: they see it as {' and '.join(addresses)}, "
                 f"where it cannot listen ({error}). Expected hosts that reach this one without "
                 "network address translation. Start the launch on one of them.") from error
-        server = serve(listeners, hosts=list(self.plan.hosts), sources=sources,
-                       slots=list(self.plan.hosts.values()),
-                       key=JobKey(self._env[SECRET_VARIABLE]), forks=True)
-        self._resources.callback(server.close)
-        return server.ports
+        self._close_rendezvous()  # that of a former world
+        self._rendezvous = serve(listeners, hosts=list(self.plan.hosts), sources=sources,
+                                 slots=list(self.plan.hosts.values()),
+                                 key=JobKey(self._env[SECRET_VARIABLE]), forks=True)
+        return self._rendezvous.ports
+
+    def _close_rendezvous(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            self._rendezvous = None
 
     def _bring_up(self, inbox: SignalInbox) -> bool:
         """Start all agents and wait until each has sent its facts; False when interrupted."""
@@ -193,7 +194,7 @@ class NativeJob(RunningJob):
             problems = self._climb(self.plan.options.ssh_fanout, give_up)
             pending = {host: self._links[host] for host in problems}
         while pending and not self._interrupted(inbox):
-            problems = _await_facts(pending, self._start, give_up)
+            problems = await_facts(pending, self._start, give_up)
             pending = {host: self._links[host] for host in problems}
             if problems and time.monotonic() - started > limit_s:
                 after = f" after {limit_s:g} s" if limit_s else ""
@@ -216,7 +217,7 @@ class NativeJob(RunningJob):
         def start(link: AgentLink) -> None:
             (self._start if link.is_local else tree.start)(link)
 
-        problems = _await_facts(self._links, start, give_up, at_once=len(self._links))
+        problems = await_facts(self._links, start, give_up, at_once=len(self._links))
         for host in problems:
             tree.forget(host)
         if problems:
@@ -232,9 +233,10 @@ class NativeJob(RunningJob):
 
     def _send_work(self) -> None:
         plan, networks = self.plan, self.plan.options.network_interface
-        facts = {host: link.facts for host, link in self._links.items() if link.facts}
+        links = {host: self._links[host] for host in plan.hosts}
+        facts = {host: link.facts for host, link in links.items() if link.facts}
         addresses = {host: "127.0.0.1" if link.is_local else launcher_address(host, facts[host])
-                     for host, link in self._links.items()}
+                     for host, link in links.items()}
         # The ranks of one host talk over its loopback interface.
         interfaces = {host: "lo" if len(facts) == 1 else choose_interface(host, its, networks)
                       for host, its in facts.items()}
@@ -245,26 +247,34 @@ class NativeJob(RunningJob):
                     sources.append(str(ipaddress.IPv4Address(address)))
         ports = self.open_rendezvous(dict.fromkeys(addresses.values()),
                                      list(dict.fromkeys(sources)))
-        preload = _preload_work() if plan.preload else None
-        slots: dict[str, list[Slot]] = {host: [] for host in self._links}
+        preload = preload_work() if plan.preload else None
+        slots: dict[str, list[Slot]] = {host: [] for host in links}
         for slot in plan.slots:
             slots[slot.host].append(slot)
-        host_list, directory = plan.host_list, os.getcwd()
-        for host, link in self._links.items():
-            env = {name: value for name, value in self._env.items()
-                   if link.is_local or not (name in _OF_THIS_HOST
-                                            or name.startswith(_OF_THIS_LOGIN))}
-            shared = {"NCCL_SOCKET_IFNAME": interfaces[host], **env,
+        host_list = plan.host_list
+        for host, link in links.items():
+            shared = {"NCCL_SOCKET_IFNAME": interfaces[host], **self._env_for(link),
                       **gloo_variables(address=addresses[host], port=ports[addresses[host]],
                                        interface=interfaces[host],
                                        key=JobKey(self._env[SECRET_VARIABLE])),
                       HOSTS_VARIABLE: host_list}
             ranks = {slot.rank: rank_variables(slot, plan.np) for slot in slots[host]}
-            link.send({"command": plan.argv, "directory": directory, "env": shared,
-                       "ranks": ranks, "grace_s": plan.options.grace_s, "preload": preload,
-                       "stdin": self._stdin if link.is_local else None,
-                       # On this host the end of the launcher closes the pipe.
-                       "lease_s": 0 if link.is_local else LEASE_S}, is_work=True)
+            link.send(self._work(link, shared, ranks, preload), is_work=True)
+
+    def _env_for(self, link: AgentLink) -> dict[str, str]:
+        """The environment of the ranks of a host, without what is of this one only."""
+        return {name: value for name, value in self._env.items()
+                if link.is_local or not (name in _OF_THIS_HOST
+                                         or name.startswith(_OF_THIS_LOGIN))}
+
+    def _work(self, link: AgentLink, env: Mapping[str, str], ranks: Mapping[int, Any],
+              preload: Any) -> dict[str, Any]:
+        """What an agent gets to do."""
+        return {"command": self.plan.argv, "directory": os.getcwd(), "env": env, "ranks": ranks,
+                "grace_s": self.plan.options.grace_s, "preload": preload,
+                "stdin": self._stdin if link.is_local else None,
+                # On this host the end of the launcher closes the pipe.
+                "lease_s": 0 if link.is_local else LEASE_S}
 
     def _read_errors(self, link: AgentLink) -> None:
         lines = link.read_stderr()
@@ -345,55 +355,9 @@ class NativeJob(RunningJob):
             "start",))
 
 
-def _preload_work() -> dict[str, Any]:
+def preload_work() -> dict[str, Any]:
+    """What an agent needs for a preloaded process."""
     # Imported here: other jobs do not need it.
     from hvdtrain.preload.server import server_command
     return {"server": server_command(),
             "client": Path(preload_client.__file__).read_text(encoding="utf-8")}
-
-
-def _await_facts(links: Mapping[str, AgentLink], start: Callable[[AgentLink], None],
-                 give_up: Callable[[Collection[str]], bool], *,
-                 at_once: int = _AT_ONCE) -> dict[str, str]:
-    """Start agents, so many at once, until all have sent their facts; what is wrong with others."""
-    silent, problems = dict[AgentLink, float](), dict[str, str]()
-    # That of this host first: it is a fork, before there are threads.
-    ahead = deque(sorted(links.values(), key=lambda link: not link.is_local))
-    with selectors.DefaultSelector() as selector:
-        while (ahead or silent) and not give_up([link.host for link in (*silent, *ahead)]):
-            now = time.monotonic()
-            wave = [ahead.popleft() for _ in range(min(len(ahead), at_once - len(silent)))]
-            for link in _prepared(wave):
-                start(link)
-                selector.register(link, selectors.EVENT_READ)
-                silent[link] = now + _ANSWER_LIMIT_S
-            for key, _ in selector.select(_POLL_S):
-                link = cast(AgentLink, key.fileobj)
-                ended = link.read() is None
-                if ended or link.facts is not None:
-                    selector.unregister(link)
-                    del silent[link]
-                if ended and link.facts is None:
-                    problems[link.host] = _why_ended(link)
-            for link in [link for link, deadline in silent.items() if deadline <= now]:
-                selector.unregister(link)
-                del silent[link]
-                link.reap(0.0)
-                problems[link.host] = (f"no answer in {_ANSWER_LIMIT_S:g} s. Does a login script "
-                                       "there wait for something?")
-    return problems
-
-
-def _prepared(links: Sequence[AgentLink]) -> Iterator[AgentLink]:
-    """That of this host at once, the others when the configuration of ssh was read for all."""
-    yield from (link for link in links if link.is_local)
-    for_all(AgentLink.prepare, others := [link for link in links if not link.is_local])
-    yield from others
-
-
-def _why_ended(link: AgentLink) -> str:
-    code = link.reap(_REAP_S)
-    said = "; ".join(link.last_words) or "it said nothing"
-    return (f"{said}. Expected this Python at the same path there: a shared file system, or the "
-            "same installation on every host" if code == EXIT_NOT_STARTED
-            else f"exit code {code}, {said}")

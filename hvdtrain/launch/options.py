@@ -72,6 +72,36 @@ class HostsOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ElasticOptions:
+    """A job whose ranks and hosts come and go; elastic if one of its options is given."""
+
+    min_np: int | None = setting(
+        None, "Fewest ranks with which the job goes on when some are lost.",
+        option="--min-np", metavar="N", unset="1", least=1)
+    max_np: int | None = setting(
+        None, "Most ranks.", option="--max-np", metavar="N", unset="-np, else all slots", least=1)
+    host_discovery_script: Path | None = setting(
+        None, "A program that prints the hosts of now, as lines `HOST:SLOTS`.",
+        option="--host-discovery-script", metavar="PROGRAM")
+    watch: bool = setting(
+        False, "Read `--hostfile` again when it changes.", option="--watch")
+    timeout_s: float = setting(
+        600.0, "How long to wait for hosts while there are fewer than `--min-np` ranks.",
+        option="--elastic-timeout", metavar="SECONDS", least=0)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the job is elastic."""
+        return (self.min_np or self.max_np or self.host_discovery_script) is not None or self.watch
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.min_np is not None and self.max_np is not None and self.min_np > self.max_np:
+            raise ConfigError(f"--min-np is {self.min_np} and --max-np {self.max_np}. Expected a "
+                              "minimum that is not above the maximum.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaunchOptions(HostsOptions):
     """Validated when made. `command` is the program of each rank with its arguments."""
 
@@ -84,6 +114,7 @@ class LaunchOptions(HostsOptions):
     ssh_fanout: int | None = setting(
         None, "Reach other hosts by a tree of ssh, with so many logins from each host.",
         option="--ssh-fanout", metavar="N", unset="all from here", least=2)
+    elastic: ElasticOptions = table(ElasticOptions, "Ranks and hosts that come and go.")
     starter: StarterName = setting(
         "auto", f"What creates the processes: {', '.join(('auto', *STARTERS))}.")
     collective: CollectiveName = setting(
@@ -108,10 +139,31 @@ class LaunchOptions(HostsOptions):
         if not self.command:
             raise ConfigError("There is nothing to start. Expected: hvdtrain launch -np N fit JOB")
         check(self)
+        self._check_elastic()
         for item in self.env:
             name = item.partition("=")[0]
             if not name or "\0" in item:
                 raise ConfigError(f"--env is {item!r}. Expected VAR or VAR=VALUE.")
+
+
+    def _check_elastic(self) -> None:
+        elastic = self.elastic
+        if elastic.watch and self.hostfile is None:
+            raise ConfigError("--watch reads the hostfile again, and there is none. Add --hostfile "
+                              "FILE.")
+        if elastic.host_discovery_script is not None and self.names_hosts:
+            raise ConfigError("The hosts are named, and a --host-discovery-script is given. "
+                              "Expected one of them.")
+        if elastic.is_on and self.starter not in ("auto", "native"):
+            raise ConfigError(f"An elastic job is started by hvdtrain's own starter, not by "
+                              f"{self.starter}. Leave --starter out.")
+        if elastic.is_on and self.ssh_fanout is not None:
+            raise ConfigError("--ssh-fanout reaches hosts by way of others, which an elastic job "
+                              "may lose. Leave it out.")
+        most = elastic.max_np if self.np is None else min(self.np, elastic.max_np or self.np)
+        if elastic.min_np is not None and most is not None and elastic.min_np > most:
+            raise ConfigError(f"--min-np is {elastic.min_np}, but at most {most} ranks are asked "
+                              "for. Lower it, or raise -np or --max-np.")
 
 
 def given_variables(items: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:

@@ -55,11 +55,18 @@ class RankOutput:
         self._records: dict[int, FailureRecord] = {}
         self.done: set[int] = set()
         self._logs: dict[int, IO[str]] = {}
+        self._directory = directory
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             for rank in range(np):
-                path = directory / f"rank.{rank:0{self._width}d}.log"
-                self._logs[rank] = path.open("w", encoding="utf-8")
+                self._open_log(rank)
+
+    def begin_again(self) -> None:
+        """Other ranks follow, with the same numbers and files."""
+        self._open_lines.clear()
+        self._tails.clear()
+        self._records.clear()
+        self.done.clear()
 
     def say(self, text: str) -> None:
         """Print a line of the launcher itself."""
@@ -102,6 +109,11 @@ class RankOutput:
         """The log file of a rank."""
         return self._logs[rank].name if rank in self._logs else None
 
+    def _open_log(self, rank: int) -> None:
+        assert self._directory is not None  # noqa: S101
+        path = self._directory / f"rank.{rank:0{self._width}d}.log"
+        self._logs[rank] = path.open("w", encoding="utf-8")
+
     def close(self) -> None:
         """Close the log files."""
         for log in self._logs.values():
@@ -121,6 +133,8 @@ class RankOutput:
             return
         # A progress bar redraws its line; keep its last state.
         text = text.rpartition("\r")[2]
+        if self._directory is not None and rank not in self._logs:
+            self._open_log(rank)
         if rank in self._logs:
             self._logs[rank].write(f"{time.strftime('%H:%M:%S')} {stream} {text}\n")
             self._logs[rank].flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -23,7 +23,7 @@ from hvdtrain.hosts import (
 from hvdtrain.launch.facts import LaunchFacts
 from hvdtrain.launch.options import LaunchOptions, given_variables
 from hvdtrain.launch.starters import choose_starter, starter_named
-from hvdtrain.launch.starters.base import Request
+from hvdtrain.launch.starters.base import Request, Starter
 from hvdtrain.launch.tree import parents_of
 from hvdtrain.preload.client import SOCKET_VARIABLE
 
@@ -69,9 +69,12 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str], facts: LaunchF
     """
     _refuse_nested(environ)
     hosts = hosts or read_hosts(options, environ)
+    total, elastic = sum(host.slots for host in hosts), options.elastic
+    np = total if options.np is None else options.np
+    if elastic.is_on:
+        np = min(total, elastic.max_np or np)
     try:
-        slots = assign_ranks(hosts, sum(host.slots for host in hosts) if options.np is None
-                             else options.np)
+        slots = assign_ranks(hosts, np)
     except ConfigError as error:
         if options.names_hosts or not in_allocation(environ):
             raise
@@ -83,15 +86,7 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str], facts: LaunchF
     request = Request(options=options, slots=slots, facts=facts, environ=inherited,
                       given=given_variables(options.env, environ))
     starter, notes = choose_starter(request)
-    if len(local) > 1:
-        raise LaunchError(f"{', '.join(sorted(local))} are the same host. Name it once, with all "
-                          "of its slots.")
-    if options.preload and starter.name != "native":
-        raise LaunchError(f"--preload is of the starter native, but the starter is {starter.name}. "
-                          "Leave it out, or add --starter native.")
-    if options.ssh_fanout is not None and starter.name != "native":
-        raise LaunchError("--ssh-fanout is of the starter native, but the starter is "
-                          f"{starter.name}. Leave it out, or add --starter native.")
+    _refuse_with(starter, options, local)
     env = {name: value for name, value in starter.defaults(request).items()
            if name not in inherited}
     env |= {**starter.environment(request), **request.given}
@@ -103,9 +98,26 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str], facts: LaunchF
     return LaunchPlan(
         starter=starter.name, options=options, slots=slots, argv=starter.command(request, env),
         env=env, unset=_STALE + starter.unset, notes=notes,
-        preload=starter.name == "native" and (options.preload or SOCKET_VARIABLE in environ),
+        preload=starter.name == "native" and (
+            options.preload or elastic.is_on or SOCKET_VARIABLE in environ),
         local_hosts=local, start_timeout_s=start_timeout_s,
         stop_signal=starter.stop_signal(request), says_done=request.is_fit)
+
+
+def _refuse_with(starter: Starter, options: LaunchOptions, local: Collection[str]) -> None:
+    """Refuse options that the starter cannot serve, and a host with two names."""
+    if len(local) > 1:
+        raise LaunchError(f"{', '.join(sorted(local))} are the same host. Name it once, with all "
+                          "of its slots.")
+    if options.elastic.is_on and starter.name != "native":
+        raise LaunchError(f"An elastic job is of the starter native, but the starter is "
+                          f"{starter.name}. Add --starter native.")
+    if options.preload and starter.name != "native":
+        raise LaunchError(f"--preload is of the starter native, but the starter is {starter.name}. "
+                          "Leave it out, or add --starter native.")
+    if options.ssh_fanout is not None and starter.name != "native":
+        raise LaunchError("--ssh-fanout is of the starter native, but the starter is "
+                          f"{starter.name}. Leave it out, or add --starter native.")
 
 
 def read_hosts(options: LaunchOptions, environ: Mapping[str, str]) -> tuple[Host, ...]:
@@ -147,6 +159,9 @@ def render(plan: LaunchPlan) -> str:
         by_way = f" by way of {way[host]}" if way.get(host) else ""
         lines.append(f"# {host}: {named}{', over ssh' if by_ssh else ''}{by_way}")
     lines += [f"# note: {note}" for note in plan.notes]
+    if options.elastic.is_on:
+        most = options.elastic.max_np or options.np
+        lines.append(f"# elastic: {options.elastic.min_np or 1} to {most or 'all'} ranks")
     if options.network_interface:
         lines.append(f"# network: {', '.join(options.network_interface)}")
     if options.output is not None:
