@@ -34,6 +34,7 @@ def test_two_lines_are_added_and_six_to_a_loop_of_ones_own(name):
 
 def test_the_table_of_the_documentation_has_each_script_with_its_lines():
     page = (script_runs.SCRIPTS.parents[1] / "docs/scripts-table.md").read_text()
+    page = page.split("\n## Unchanged")[0]
     rows = [line for line in page.splitlines() if line.startswith("| [")]
     assert [row.split(" | ")[:2] for row in rows] == [
         [f"| [{name}](../tests/scripts/{name}.py)", str(len(script_runs.added_lines(name)))]
