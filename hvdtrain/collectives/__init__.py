@@ -35,7 +35,11 @@ def choose(requested: str, world: World, horovod: HorovodCheck, *, among: str = 
             reason = _class_of(name).automatic(world, horovod)
             if reason is not None:
                 return Choice(name=name, reason=reason)
-        raise CollectiveError(f"No collective fits ranks that {world.starter} started.")
+        if not among:
+            raise CollectiveError(f"No collective fits ranks that {world.starter} started.")
+        raise CollectiveError(
+            f"A collective of Horovod is needed, and none fits ranks that {world.starter} started. "
+            f"Start them with: hvdtrain launch -np {world.size} -- python SCRIPT")
     if requested not in COLLECTIVES:
         raise ConfigError(f"Unknown collective {requested!r}. Expected one of: "
                           f"{', '.join(('auto', *COLLECTIVES))}.")

@@ -82,7 +82,8 @@ def differentiable(forward: Callable[..., list[Tensor]],
     # Horovod's own gradients get their names from those of tensors, and are folded if constant.
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def applied(*inputs: Tensor) -> Any:
-        return tuple(forward(*inputs)), lambda *gradients: list(backward(*gradients))
+        return tuple(forward(*inputs)), unconverted(
+            lambda *gradients: list(backward(*gradients)))
     return list(applied(*tensors))
 
 

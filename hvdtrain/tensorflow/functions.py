@@ -67,6 +67,8 @@ def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: st
                      process_set: ProcessSet = global_process_set) -> Any:
     """Return the object of one rank on all ranks. All ranks; not within a `tf.function`.
 
+    It is sent as a pickle, which can run code where it is read.
+
     Args:
         obj: Any object that cloudpickle can write; only that of `root_rank` is used.
         root_rank: Integer, the rank, counted among all.

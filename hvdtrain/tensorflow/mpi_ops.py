@@ -168,7 +168,8 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None,
 
     def backward(gradient: Tensor) -> list[Tensor]:
         mean = reduce("allreduce", [gradient], Average, call.back(), 1.0, 1.0)[0]
-        return [mean if current.rank() == root_rank else tf.zeros_like(mean)]
+        # Not decided here: a sum that is not used on one rank would be left out of its graph.
+        return [tf.where(tf.equal(rank_op(), root_rank), mean, tf.zeros_like(mean))]
     return differentiable(
         lambda value: moved(lambda inputs: [call.run(
             "broadcast", inputs[0], root_rank=root_rank)], [value]), backward, [tensor])[0]
@@ -251,43 +252,49 @@ def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = "",
         return [compression.decompress(t, c) for t, c in zip(parts, contexts, strict=True)]
 
 
-@unconverted
 def join() -> Any:
     """Tell the others that this rank has no more data; returns when all ranks have called it.
 
-    Until then this rank takes part in allreduces, with zeros; other collectives fail.
+    Until then this rank takes part in allreduces, with zeros; other collectives fail. Not within a
+    `tf.function`.
 
     Returns:
         An integer tensor: the last rank that joined.
     """
+    _refuse_graph("join")
     if current.is_alone():
         return tf.constant(0)
-    horovod_join = current.several().operations.join
-    if tf.executing_eagerly():
-        # Without inputs it is folded: a function would join once in its life.
-        return tf.function(horovod_join, autograph=False)()
-    return tf.ensure_shape(tf.py_function(
-        lambda: tf.function(horovod_join, autograph=False)(), [], tf.int32), [])
+    # It has no inputs, so a function evaluates it once in its life: each call has one of its own.
+    return tf.function(current.several().operations.join, autograph=False)()
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when all ranks have called it. All ranks; not within a `tf.function`."""
-    if not tf.executing_eagerly():
-        raise ConfigError("hvd.barrier() cannot be called within a tf.function: it would be passed "
-                          "once, while that is traced. Call it before or after.")
+    _refuse_graph("barrier")
     process_set.check(member=True)
     collective_of(process_set).barrier()
 
 
+def _refuse_graph(name: str) -> None:
+    if not tf.executing_eagerly():
+        raise ConfigError(f"hvd.{name}() cannot be called within a tf.function: TensorFlow would "
+                          "run it once, not in each call. Call it before or after.")
+
+
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """`size`, or that of a process set, as a tensor that is computed when it runs."""
+    current.session()
+    if not ProcessSet.is_known(process_set_id):
+        raise ConfigError(f"Horovod has no process set with the number {process_set_id}.")
     return _asked("size_op", 1, name, process_set_id=process_set_id)
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """1 or 0 as a tensor: whether this rank is in a process set; below 0 if there is none."""
-    return _asked("process_set_included_op", 1 if process_set_id == 0 else -3, name,
-                  process_set_id=process_set_id)
+    """1 or 0 as a tensor: whether this rank is in a process set; -3 if there is none."""
+    current.session()
+    if not ProcessSet.is_known(process_set_id):  # Horovod's own operation would crash
+        return tf.constant(-3, name=name)
+    return _asked("process_set_included_op", 1, name, process_set_id=process_set_id)
 
 
 def local_size_op(name: str | None = None) -> Any:

@@ -79,6 +79,11 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
     @classmethod
+    def is_known(cls, number: int) -> bool:
+        """Whether Horovod has a set with this number."""
+        return number == 0 or any(one.process_set_id == number for one in cls._all)
+
+    @classmethod
     def forget_all(cls) -> None:
         """After `shutdown`, Horovod has none; that of all ranks stays."""
         for one in cls._all:

@@ -95,3 +95,10 @@ def test_mpi_in_a_slurm_step_needs_the_plugin_of_its_kind(variable, kind, fits):
         return
     with pytest.raises(CollectiveError, match="needs ranks that were started by an MPI"):
         choose("horovod-mpi", step(variable), horovod(mpi_kind=kind))
+
+
+def test_functions_of_horovod_take_only_horovod():
+    assert choose("auto", world(local_size=2), horovod(), among="horovod").name == "horovod-gloo"
+    assert choose("auto", world(**MPI), horovod(), among="horovod").name == "horovod-mpi"
+    with pytest.raises(CollectiveError, match=r"collective of Horovod.*launch -np 2 -- python"):
+        choose("auto", world(**MPI), horovod(mpi_kind=None), among="horovod")

@@ -16,6 +16,8 @@ from hvdtrain.tensorflow import current
 from hvdtrain.tensorflow.distributed import LocalVariables
 from hvdtrain.train import evaluate
 
+__all__ = ["BestModelCheckpoint", "BroadcastGlobalVariablesCallback",
+           "LearningRateScheduleCallback", "LearningRateWarmupCallback", "MetricAverageCallback"]
 Logs = dict[str, Any] | None
 
 
@@ -51,20 +53,24 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         """Let each rank keep a variable as its own."""
         self._local.register(var)
 
-    def on_train_begin(self, logs: Logs = None) -> None:
-        """Copy at once if the model is built; else in the first step. All ranks."""
-        del logs
-        if self.broadcast_done or current.is_alone():
-            return
-        model = self.model
-        if model.built and type(model).train_step is keras.Model.train_step:
-            for optimizer in keras_seam.found_optimizers(model):
-                if not optimizer.built:
-                    keras_seam.build(optimizer, model.trainable_variables)
-            self._broadcast()
-        elif self._undo is None:
+    def set_model(self, model: Any) -> None:
+        """Prepare to copy in the first step, if the model is not built before."""
+        super().set_model(model)
+        # Keras makes the train function before the training begins.
+        if not (self.broadcast_done or current.is_alone() or self._undo or _is_ready(model)):
+            model.train_function = None
             self._undo = keras_seam.replaced(
                 model, "train_step", lambda original: partial(self._first_step, original))
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Copy at once, if the model is built. All ranks."""
+        del logs
+        if self.broadcast_done or current.is_alone() or self._undo:
+            return
+        for optimizer in keras_seam.found_optimizers(self.model):
+            if not optimizer.built:
+                keras_seam.build(optimizer, self.model.trainable_variables)
+        self._broadcast()
 
     def on_train_end(self, logs: Logs = None) -> None:
         """Leave the model as it was."""
@@ -92,6 +98,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         state.broadcast_variables(found, root=self.root_rank,
                                   collective=current.session().collective)
         self.broadcast_done = True
+
+
+def _is_ready(model: Any) -> bool:
+    """Whether all variables of a training are there, or can be made without a batch."""
+    return model.built and (type(model).train_step is keras.Model.train_step or all(
+        optimizer.built for optimizer in keras_seam.found_optimizers(model)))
 
 
 def _has_value(variable: Any) -> bool:
