@@ -75,8 +75,11 @@ HOROVOD_RUNS = {
     "synthetic_fp16": HorovodRun("synthetic_benchmark", 16, others=("--fp16-allreduce",),
                                  same_data=True),
     "elastic": HorovodRun("elastic", 8, 0.001, 36),
+    "keras2": HorovodRun("keras2", 25, same_data=True),
 }
-"""Horovod's examples; `imagenet_resumed` goes on from the checkpoints of `imagenet`."""
+"""Horovod's examples; `imagenet_resumed` goes on from the checkpoints of `imagenet`. And a plain
+script for Keras 2, which no one process can run without `hvdtrain run` either.
+"""
 
 
 def text_of(name: str, *, added: bool = False, exact: bool = False) -> str:

@@ -52,6 +52,7 @@ _METHODS = {
     "reset_states": "`reset_state`",
 }
 """What is called in its place, by the name of a method or function."""
+_SEED = "seeds no weights of Keras 3: write `keras.utils.set_random_seed`"
 _ATTRIBUTES = {
     ("optimizer", "lr"): "`lr` is the optimizer's `learning_rate`",
     ("opt", "lr"): "`lr` is the optimizer's `learning_rate`",
@@ -60,6 +61,9 @@ _ATTRIBUTES = {
     ("keras", "experimental"): "`keras.optimizers.schedules`",
     ("layers", "experimental"): "`keras.layers`",
     ("mixed_precision", "experimental"): "`keras.mixed_precision`",
+    ("random", "set_seed"): _SEED,
+    ("tf", "set_random_seed"): _SEED,
+    ("v1", "set_random_seed"): _SEED,
     ("tf", "ConfigProto"): "`tf.compat.v1.ConfigProto`",
     ("tf", "Session"): "`tf.compat.v1.Session`; to choose a device it has no effect",
 }

@@ -13,9 +13,11 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.log import get_logger
+from hvdtrain.script.keras2_optimizers import Computed
 
 Put = Callable[[Any, str, Any], None]
 _LOADING = ("workers", "use_multiprocessing", "max_queue_size")
@@ -50,6 +52,9 @@ def install(put: Put) -> None:
     put(keras.metrics.Metric, "reset_states", lambda self: self.reset_state())
     for kind, names in _ADD_WEIGHT.items():
         put(kind, "add_weight", _add_weight(kind.add_weight, names))
+    for name in ("input", "output"):
+        if not hasattr(keras.layers.Layer, f"{name}_shape"):
+            put(keras.layers.Layer, f"{name}_shape", Computed(functools.partial(_shape, name)))
     put(keras.layers.Layer, "__init__", _layer_init(keras.layers.Layer.__init__))
     _install_callbacks(put)
     _install_files(put)
@@ -71,6 +76,7 @@ def _install_files(put: Put) -> None:
     from keras.src.saving import saving_api
     put(saving_api, "save_weights", _save_weights(saving_api.save_weights))
     put(saving_api, "load_weights", _load_weights(saving_api.load_weights))
+    put(tf.train, "latest_checkpoint", _latest_checkpoint(tf.train.latest_checkpoint))
     from keras.src.legacy.saving import legacy_h5_format
     put(legacy_h5_format, "load_model_from_hdf5",
         _load_model(legacy_h5_format.load_model_from_hdf5))
@@ -221,6 +227,12 @@ def _add_weight(before: Callable[..., Any], names: tuple[str, ...]) -> Callable[
     return add_weight
 
 
+def _shape(name: str, layer: Any) -> Any:
+    """`layer.output_shape` and `input_shape`: one shape, or a list of them."""
+    found = getattr(layer, name)
+    return [each.shape for each in found] if isinstance(found, (list, tuple)) else found.shape
+
+
 def _layer_init(before: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(before)
     def __init__(self: Any, **kwargs: Any) -> None:  # Keras reads this signature: no `*args`
@@ -311,6 +323,21 @@ def _load_weights(before: Callable[..., None]) -> Callable[..., None]:
                     else legacy.load_weights_from_hdf5_group)
             read(group, model, **{"skip_mismatch": True} if skip_mismatch else {})
     return load_weights
+
+
+def _latest_checkpoint(before: Callable[..., str | None]) -> Callable[..., str | None]:
+    """The newest checkpoint of a folder, or the newest file that `save_weights` has made there."""
+    @functools.wraps(before)
+    def latest_checkpoint(checkpoint_dir: Any, latest_filename: str | None = None) -> str | None:
+        found = before(checkpoint_dir, latest_filename)
+        folder = Path(checkpoint_dir)
+        if found is not None or latest_filename is not None or not folder.is_dir():
+            return found
+        import h5py
+        files = [path for path in folder.iterdir() if path.is_file() and h5py.is_hdf5(path)]
+        return str(max(files, key=lambda path: (path.stat().st_mtime_ns, path.name))
+                   ) if files else None
+    return latest_checkpoint
 
 
 def _load_model(before: Callable[..., Any]) -> Callable[..., Any]:

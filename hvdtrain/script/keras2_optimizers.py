@@ -24,8 +24,8 @@ def install(put: Callable[[Any, str, Any], None]) -> None:
     put(base, "__init__", _init(base.__init__))
     put(base, "get_config", _get_config(base.get_config))
     put(base, "lr", property(lambda self: self.learning_rate, _set_rate))
-    put(base, "decay", _Computed(lambda self: getattr(self, _DECAY, 0.0)))
-    put(base, "weights", _Computed(lambda self: list(self.variables)))
+    put(base, "decay", Computed(lambda self: getattr(self, _DECAY, 0.0)))
+    put(base, "weights", Computed(lambda self: list(self.variables)))
     put(base, "get_weights", lambda self: [np.asarray(v) for v in self.variables])
     put(base, "minimize", minimize)
     put(base, "_decayed_lr", lambda self, dtype: tf.cast(_decayed(self, self.learning_rate), dtype))
@@ -54,14 +54,14 @@ class Variables(list[Any]):
         return self
 
 
-class _Computed:
-    """An attribute that is computed, unless an optimizer of the user sets one of its name."""
+class Computed:
+    """An attribute that is computed, unless an object of the user sets one of its name."""
 
     def __init__(self, get: Callable[[Any], Any]) -> None:
         self._get = get
 
-    def __get__(self, optimizer: Any, _: Any = None) -> Any:
-        return self if optimizer is None else self._get(optimizer)
+    def __get__(self, owner: Any, _: Any = None) -> Any:
+        return self if owner is None else self._get(owner)
 
 
 def _variables(before: property) -> property:

@@ -108,8 +108,8 @@ class Scan:
         for path, tree in self.trees.items():
             printed = False
             for node in ast.walk(tree):
-                text = keras2.remark(node) or self._remark(node)
-                if text is None or (text == _PRINT and printed):
+                text = "; ".join(filter(None, (self._remark(node), keras2.remark(node))))
+                if not text or (text == _PRINT and printed):
                     continue
                 printed = printed or text == _PRINT
                 found.append(Remark(path, getattr(node, "lineno", 0), _code(node), text))

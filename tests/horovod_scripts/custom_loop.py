@@ -24,7 +24,7 @@ for gpu in gpus:
 if gpus:
     tf.config.experimental.set_visible_devices(gpus[hvd.local_rank()], 'GPU')
 
-tf.random.set_seed(11)
+tf.keras.utils.set_random_seed(11)
 with np.load('digits.npz') as digits:
     mnist_images, mnist_labels = digits['images'], digits['labels']
 

@@ -88,7 +88,7 @@ def resnet():
 # Horovod: (optional) compression algorithm.
 compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
 initial_lr = args.base_lr * hvd.size()
-tf.random.set_seed(3 + hvd.rank())
+tf.keras.utils.set_random_seed(3 + hvd.rank())
 
 # Restore from a previous checkpoint, if initial_epoch is specified.
 # Horovod: restore on the first worker which will broadcast both model and optimizer weights
@@ -160,6 +160,7 @@ history = model.fit_generator(train_iter,
                               callbacks=callbacks,
                               epochs=args.epochs,
                               verbose=verbose,
+                              shuffle=False,
                               workers=2,
                               initial_epoch=resume_from_epoch,
                               validation_data=test_iter,

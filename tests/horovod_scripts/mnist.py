@@ -23,7 +23,7 @@ for gpu in gpus:
 if gpus:
     tf.config.experimental.set_visible_devices(gpus[hvd.local_rank()], 'GPU')
 
-tf.random.set_seed(42 + hvd.rank())
+tf.keras.utils.set_random_seed(42 + hvd.rank())
 with np.load('digits.npz') as digits:
     images, labels = digits['images'], digits['labels']
 

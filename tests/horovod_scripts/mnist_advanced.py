@@ -29,7 +29,7 @@ config.gpu_options.visible_device_list = str(hvd.local_rank())
 K.set_session(tf.compat.v1.Session(config=config))
 
 num_classes, epochs = 10, 8
-tf.random.set_seed(7 + hvd.rank())
+tf.keras.utils.set_random_seed(7 + hvd.rank())
 
 with np.load('digits.npz') as digits:
     x_train, x_test = digits['images'][:240], digits['images'][240:]
@@ -105,6 +105,7 @@ history = model.fit_generator(train_iter,
                               callbacks=callbacks,
                               epochs=epochs,
                               verbose=1 if hvd.rank() == 0 else 0,
+                              shuffle=False,
                               workers=2,
                               initial_epoch=0,
                               validation_data=test_iter,

@@ -32,7 +32,7 @@ if gpus:
     tf.config.experimental.set_visible_devices(gpus[hvd.local_rank()], 'GPU')
 
 # Set up standard model.
-tf.random.set_seed(1)
+tf.keras.utils.set_random_seed(1)
 model = tf.keras.Sequential([
     tf.keras.layers.Conv2D(8, 3, strides=2, activation='relu', input_shape=(32, 32, 3)),
     tf.keras.layers.Conv2D(16, 3, strides=2, activation='relu'),

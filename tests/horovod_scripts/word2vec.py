@@ -39,7 +39,7 @@ class SkipGram(tf.keras.Model):
         return tf.reduce_sum(vectors * self.outputs_of(candidates), axis=-1)
 
 
-tf.random.set_seed(5)
+tf.keras.utils.set_random_seed(5)
 model = SkipGram()
 model(tf.zeros([1], tf.int64), tf.zeros([1, 1], tf.int64))
 

@@ -77,11 +77,12 @@ def test_decay_divides_the_rate_by_one_plus_decay_times_the_updates_before(accum
     np.testing.assert_allclose(float(optimizer._decayed_lr(tf.float32)), 0.5 / (1 + 0.25 * 5))
 
 
-def test_decay_is_saved_with_the_model_and_goes_on(tmp_path):
+@pytest.mark.parametrize("name", ["m.keras", "m.h5"])
+def test_decay_is_saved_with_the_model_and_goes_on(name, tmp_path):
     model = small(optimizer=keras.optimizers.Adam(0.1, decay=0.5))
     model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
-    model.save(tmp_path / "m.keras")
-    loaded = keras.models.load_model(tmp_path / "m.keras")
+    model.save(tmp_path / name)
+    loaded = keras.models.load_model(tmp_path / name)
     assert loaded.optimizer.decay == 0.5
     for each in (model, loaded):
         each.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
@@ -316,6 +317,33 @@ def test_weights_in_a_file_of_any_name(name, tmp_path):
         model.save_weights(tmp_path / name, overwrite=False)
 
 
+def test_the_latest_checkpoint_is_the_newest_file_of_weights_or_checkpoint(tmp_path):
+    assert tf.train.latest_checkpoint(str(tmp_path / "none")) is None
+    assert tf.train.latest_checkpoint(str(tmp_path)) is None
+    model = small()
+    model.fit(X, Y, epochs=2, verbose=0, callbacks=[keras.callbacks.ModelCheckpoint(
+        str(tmp_path / "cp-{epoch:04d}.ckpt"), save_weights_only=True)])
+    (tmp_path / "notes.txt").write_text("no weights")
+    assert tf.train.latest_checkpoint(str(tmp_path)) == str(tmp_path / "cp-0002.ckpt")
+    other = small()
+    other.load_weights(tf.train.latest_checkpoint(str(tmp_path)))
+    np.testing.assert_array_equal(other.weights[0], model.weights[0])
+    made = tf.train.Checkpoint(model=model).save(str(tmp_path / "tf"))
+    assert tf.train.latest_checkpoint(str(tmp_path)) == made
+
+
+def test_shapes_of_layers():
+    model = small()
+    dense = model.layers[-1]
+    assert (dense.input_shape, dense.output_shape) == ((None, 4), (None, 3))
+    assert model.output_shape == (None, 3)
+    with pytest.raises(AttributeError):
+        _ = keras.layers.Dense(1).output_shape
+    two = keras.layers.Add()
+    two([keras.Input((2,)), keras.Input((2,))])
+    assert two.input_shape == [(None, 2), (None, 2)]
+
+
 def test_weights_files_are_those_of_keras_2(tmp_path):
     """The layout that Keras 2 wrote and reads: layers by name, each with its weights' names."""
     import h5py
@@ -445,6 +473,9 @@ def test_the_copy_of_keras_2_within_tensorflow_is_refused():
     ("from tensorflow.keras import layers", None),
     ("from tensorflow.python.keras.models import Model",
      "refused: TensorFlow's private copy of Keras 2. Write tensorflow.keras"),
+    ("tf.random.set_seed",
+     "seeds no weights of Keras 3: write `keras.utils.set_random_seed`"),
+    ("keras.utils.set_random_seed", None),
     ("K.set_session(tf.Session(config=config))",
      "set_session: no effect: each rank sees its own device only")])
 def test_what_is_said_of_a_line(code, said):

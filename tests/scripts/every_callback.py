@@ -27,7 +27,7 @@ class Confusion(callbacks.Callback):
 model = keras.Sequential([
     keras.Input((64,)), keras.layers.Dense(32, activation="relu"),
     keras.layers.Dense(10, activation="softmax")])
-model.compile(keras.optimizers.SGD(0.4, momentum=0.9), "sparse_categorical_crossentropy",
+model.compile(keras.optimizers.SGD(0.2, momentum=0.9), "sparse_categorical_crossentropy",
               metrics=["accuracy"])
 confusion, epochs_seen = Confusion(), []
 history = model.fit(

@@ -23,7 +23,6 @@ model = keras.Sequential([
 model.compile(keras.optimizers.Adam(0.01, epsilon=1e-4),
               keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
 history = model.fit(batches(images[:240], labels[:240], seed=1), steps_per_epoch=12, epochs=3,
-                    shuffle=False, validation_data=batches(images[240:], labels[240:], seed=2),
-                    validation_steps=3)
+                    shuffle=False, validation_data=(images[240:], labels[240:]))
 evaluation = model.evaluate(images[240:], labels[240:], return_dict=True)
 predictions = model.predict(images[240:])
