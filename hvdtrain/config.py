@@ -34,6 +34,7 @@ BatchMeaning = Literal["global", "per_rank"]
 Divide = Literal["samples", "batches"]
 DEFAULT_BATCH = 32
 """Samples per batch where nothing is given, as in Keras."""
+Keep = Literal["global_batch", "batch_per_rank"]
 Sparse = Literal["auto", "gather", "dense"]
 Merge = Literal["sum", "none"]
 Compression = Literal["none", "fp16", "bf16", "lowrank"]
@@ -44,14 +45,17 @@ SETTINGS_VARIABLE = "HVDTRAIN_SETTINGS"
 
 _TRAINING, _BATCHES, _RATE = "Training", "Batches and data", "Learning rate"
 _GRADIENTS, _FILES, _CHECKS = "Gradients", "Files", "Checks"
+_ELASTIC = "Elastic training"
 _PS, _TF = "Engine ps", "Engine tf"
-GROUPS = (_TRAINING, _BATCHES, _RATE, _GRADIENTS, _FILES, _CHECKS, _PS, _TF)
+GROUPS = (_TRAINING, _BATCHES, _RATE, _GRADIENTS, _FILES, _ELASTIC, _CHECKS, _PS, _TF)
 """The order in which settings are shown."""
 _ALLREDUCE = ("allreduce",)
 
 _training, _batches, _rate, _files, _checks = (
     partial(setting, group=group) for group in (_TRAINING, _BATCHES, _RATE, _FILES, _CHECKS))
 _gradients = partial(setting, group=_GRADIENTS, engines=_ALLREDUCE)
+_elastic = partial(setting, group=_ELASTIC, engines=_ALLREDUCE, instead="Leave it out: engine 'ps' "
+                   "starts its roles again by itself, and engine 'tf' has no elastic training.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +190,17 @@ class TrainConfig(ReductionConfig):
         None, "Write Horovod's timeline of all collectives to this file, on the chief. For "
         "`chrome://tracing` or Perfetto.", metavar="FILE", engines=_ALLREDUCE, instead="Leave it "
         "out: it is Horovod's.", see="optimizer.md")
+    keep: Keep = _elastic(
+        "global_batch", "What stays the same when ranks come or go. `global_batch`: the batch of "
+        "all ranks and the factor of the learning rate are those of the first ranks, so that the "
+        "result is that of an undisturbed run; `batch_per_rank`: each rank keeps its batch, and "
+        "the rate follows `lr_scaling`.")
+    commit_every_steps: int = _elastic(
+        0, "Commit to the memory of each host after every so many steps. `0`: by time.", least=0)
+    commit_every_s: float = _elastic(
+        5.0, "Commit to the memory of each host when so many seconds have gone by since the last "
+        "commit, and 50 times as many as it took. `0`: only before ranks come or go.", least=0,
+        option="--commit-every-seconds")
     check_weights: bool = _checks(
         True, "Compare a checksum of all weights over the ranks after the first step and each "
         "epoch.")
@@ -207,6 +222,11 @@ class TrainConfig(ReductionConfig):
         if self.xla and self.sync_batch_norm:
             raise ConfigError("xla compiles the forward pass, and sync_batch_norm needs a "
                               "collective within it. Leave one of the two out.")
+        if self.keep == "batch_per_rank" and self.batch_global is not None:
+            raise ConfigError(
+                "keep='batch_per_rank' keeps the batch of each rank, and batch_global fixes that of "
+                f"all. Received: batch_global={self.batch_global}. Give batch_per_rank, or leave "
+                "keep out.")
         for name, field in fields_of(TrainConfig).items():
             value = getattr(self, name)
             if name not in ("ps", "tf") and value not in (field.default, *field.everywhere):

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from hvdtrain.bench.usage import start_usage
+from hvdtrain.commit_names import refuse_engine
 from hvdtrain.config import TrainConfig
 from hvdtrain.engines.parameter_server import supervisor
 from hvdtrain.engines.parameter_server.child import world_of_child
@@ -37,6 +38,7 @@ def fit_on_this_rank(target: str | None, changes: dict[str, Any], *, dry_run: bo
         # Before TensorFlow is loaded, so that a mistake in a job file is told at once.
         job = load_job(target)
         config = with_default_output(job, changes)
+        refuse_engine(config.engine, os.environ)
         module, _, function = ENGINES[config.engine].partition(":")
         fit = getattr(import_module(module), function)
         result = fit(job, config, world, guarded, dry_run=dry_run)

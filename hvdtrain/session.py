@@ -39,6 +39,7 @@ class Session:
     asked_collective: str = "auto"
     timeline: Path | None = None
     guard: ScriptGuard | None = None
+    elastic: Any = None  # a `train.elastic.Elastic`, if the launcher asks for it
     shown: list[str] = field(default_factory=list)
 
     @contextmanager
@@ -114,6 +115,7 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
     require("tensorflow", "training")
     require("keras", "training")
     from hvdtrain.train import devices
+    from hvdtrain.train.elastic import Elastic
     plan = devices.pin(world, env, late=horovod_way)
     if choice.name == "horovod-gloo":
         env.update(bootstrap(world, env))
@@ -133,7 +135,7 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
         guard=guard,
         watchdog=start_watchdog(world, progress, made.gather_objects,
                                 hang_timeout_s=hang_timeout_s, environ=env),
-        asked_collective=collective, timeline=timeline)
+        asked_collective=collective, timeline=timeline, elastic=Elastic.of(env, world))
     _current.append(session)
     use(made)
     if world.size > 1:

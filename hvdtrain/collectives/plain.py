@@ -71,8 +71,7 @@ def _to_json(value: Any, blobs: list[bytes], depth: int) -> Any:
         if dtype.hasobject or dtype.fields is not None:
             raise ValueError(f"it holds an array of {dtype}")
         blobs.append(value.tobytes())
-        name = dtype.name if dtype.kind == "V" else dtype.str  # bfloat16 and its like are "V2"
-        return ["array", name, list(value.shape), value.nbytes]
+        return ["array", name_of_dtype(dtype), list(value.shape), value.nbytes]
     if isinstance(value, (list, tuple)):
         return ["list" if isinstance(value, list) else "tuple",
                 *(_to_json(item, blobs, depth - 1) for item in value)]
@@ -99,7 +98,7 @@ def _from_json(found: Any, blobs: io.BytesIO, depth: int) -> Any:
         return _take(blobs, *items)
     if kind == "array":
         name, shape, size = items
-        return np.frombuffer(_take(blobs, size), _dtype(name)).reshape(shape).copy()
+        return np.frombuffer(_take(blobs, size), dtype_named(name)).reshape(shape).copy()
     if kind == "class":
         name, *fields = items
         return _carried[name](**{f: _from_json(item, blobs, depth - 1) for f, item in fields})
@@ -117,7 +116,13 @@ def _take(blobs: io.BytesIO, size: int) -> bytes:
     return found
 
 
-def _dtype(name: str) -> np.dtype[Any]:
+def name_of_dtype(dtype: np.dtype[Any]) -> str:
+    """The name by which `dtype_named` finds a dtype without objects."""
+    return dtype.name if dtype.kind == "V" else dtype.str  # bfloat16 and its like are "V2"
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    """A dtype by the name that `name_of_dtype` gave it; ValueError for one with objects."""
     try:
         dtype = np.dtype(name)
     except TypeError:

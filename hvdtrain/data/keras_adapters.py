@@ -54,23 +54,22 @@ def unpacked(data: Any) -> tuple[Any, Any, Any]:
 
 
 def adapter_of(x: Any, y: Any = None, sample_weight: Any = None, *,
-               part: Part, batch_size: int | None = None, per_rank: bool = False,
+               part: Part, batch_size: int | None = None, batch_ranks: int = 1,
                class_weight: Mapping[int, float] | None = None, shuffle: Any = False,
                steps: int | None = None, seed: int | None = None,
                before_decoding: bool = True, name: str = "training") -> RankAdapter:
     """Whatever Keras' `fit`, `evaluate` and `predict` take, divided over the ranks."""
-    # `per_rank`: a batch is for each rank, not for all ranks together. `name` is for messages.
-    grouped = part.size if per_rank else 1
-    if per_rank and (batch_size is not None or steps is None):
-        batch_size = (batch_size or DEFAULT_BATCH) * part.size
+    # A global batch is made of as many batches as `batch_ranks`. `name` is for messages.
+    if batch_ranks > 1 and (batch_size is not None or steps is None):
+        batch_size = (batch_size or DEFAULT_BATCH) * batch_ranks
     given = data_adapters.get_data_adapter(
         x=x, y=y, sample_weight=sample_weight, batch_size=batch_size, steps_per_epoch=steps,
         shuffle=shuffle, class_weight=class_weight)
     if isinstance(given, RankAdapter):
         return given
-    adapter = (ArrayAdapter(given, part, grouped, seed=seed)
+    adapter = (ArrayAdapter(given, part, batch_ranks, seed=seed)
                if isinstance(given, data_adapters.ArrayDataAdapter) else
-               RankAdapter(given, part, grouped, before_decoding=before_decoding))
+               RankAdapter(given, part, batch_ranks, before_decoding=before_decoding))
     adapter.name, adapter.steps_per_epoch = name, steps
     return adapter
 

@@ -83,7 +83,8 @@ class ShardPlan(_PlanTexts):
     """The training samples of one rank; equal on every rank but for `rank`. DataError if invalid.
 
     `batch_global` is samples per step over all ranks, where they do not divide by them;
-    `batch_per_rank` is then the largest part. `whole_batches`: the model takes batches of
+    `batch_per_rank` is then the largest part. `batch_ranks`: it is the batches of as many ranks, by
+    which the learning rate is scaled. `whole_batches`: the model takes batches of
     `batch_per_rank` only, so a smaller last one is left out (`drop`) or filled with repeated
     samples (`pad`). `for_evaluation`: there may be fewer samples than ranks.
     """
@@ -93,6 +94,7 @@ class ShardPlan(_PlanTexts):
     size: int
     batch_per_rank: int
     batch_global: int | None = None
+    batch_ranks: int | None = None
     seed: int = 0
     shuffle: bool = True
     remainder: Literal["pad", "drop", "join"] = "pad"
@@ -130,7 +132,7 @@ class ShardPlan(_PlanTexts):
     @property
     def growth(self) -> int:
         """Global batch / batch of one process: for the learning rate."""
-        return 1 if self.batch_global else self.size
+        return self.batch_ranks or (1 if self.batch_global else self.size)
 
     @property
     def _part(self) -> Part:

@@ -229,28 +229,30 @@ def divided_leaves(optimizer: Any) -> list[DividedOptimizer]:
         if (found := divided(leaf)) is not None]
 
 
-def _exchanges(optimizer: Any) -> list[StateExchange]:
+def exchanges(optimizer: Any) -> list[StateExchange]:
+    """What moves the divided states of an optimizer (or None) and those within it, in order."""
     return [leaf.exchange for leaf in divided_leaves(optimizer) if leaf.exchange is not None]
 
 
 @contextlib.contextmanager
-def consolidated(optimizer: Any) -> Iterator[None]:
+def consolidated(optimizer: Any, *, keeps: bool | None = None) -> Iterator[None]:
     """Within it, the chief can save the optimizer as a plain one. All ranks.
 
-    The state of all ranks is gathered in the memory of the chief only. An optimizer that is not
-    divided stays as it is.
+    The state of all ranks is gathered in the memory of the chief only, unless `keeps` is given. An
+    optimizer that is not divided stays as it is.
 
     Args:
         optimizer: A Keras optimizer, or None.
+        keeps: Boolean, whether this rank can save it. Defaults to None: the chief can.
 
     Example:
         >>> with hvdtrain.consolidated(model.optimizer):
         ...     if session.world.is_chief:
         ...         model.save("model.keras")
     """
-    found = _exchanges(optimizer)
+    found = exchanges(optimizer)
     for each in found:
-        each.gather()
+        each.gather(keeps=keeps)
     try:
         yield
     finally:
@@ -261,7 +263,7 @@ def consolidated(optimizer: Any) -> Iterator[None]:
 def share_loaded(optimizer: Any) -> None:
     """Give all ranks their parts of the state that the chief has loaded. All ranks."""
     # What is equal on all ranks (iterations, learning rate) is broadcast with the weights.
-    for each in _exchanges(optimizer):
+    for each in exchanges(optimizer):
         each.share_loaded()
 
 

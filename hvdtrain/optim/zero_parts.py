@@ -315,27 +315,31 @@ class StateExchange:
         return self._collective.gather_objects(
             [(kind, where, described(slot)) for kind, where, slot in self.slots()])
 
-    def gather(self) -> None:
-        """Collect the state of all ranks on the chief, until `forget`. All ranks."""
+    def gather(self, *, keeps: bool | None = None) -> None:
+        """Collect the state of all ranks until `forget`, where `keeps`. All ranks.
+
+        None: on the chief, which then need not send its own.
+        """
         rank, mine = self._collective.rank, [slot for _, _, slot in self.slots()]
+        here = rank == 0 if keeps is None else keeps
         found: dict[Slot, list[tuple[int, Array]]] = defaultdict(list)
         for root, theirs in enumerate(self._everyone()):
             own = [np.asarray(slot.numpy()) for slot in mine] if root == rank else []
-            arrays: Iterable[Array] = own if root == 0 else list(send_arrays(
+            arrays: Iterable[Array] = own if root == 0 and keeps is None else list(send_arrays(
                 self._collective, [form for _, _, form in theirs], own.__getitem__, root=root,
-                keep=rank == 0))
-            for (kind, where, _), array in zip(theirs, arrays if rank == 0 else (), strict=False):
+                keep=here))
+            for (kind, where, _), array in zip(theirs, arrays if here else (), strict=False):
                 pieces = [(where[0], array)] if self._parts.whole else pieces_of(array, where)
                 for span, piece in pieces:
                     found[kind, span.variable].append((span.start, piece))
-        self._gathered = found if rank == 0 else None
+        self._gathered = found if here else None
 
     def forget(self) -> None:
         """Free what `gather` has collected."""
         self._gathered = None
 
     def values(self) -> Iterator[Array]:
-        """The variables of a plain optimizer, in order. The chief, after `gather`."""
+        """The variables of a plain optimizer, in order. Where `gather` has kept them."""
         if self._gathered is None:
             raise OptimizerError(
                 f"The state of the optimizer `{self._leaf.name}` is divided over "

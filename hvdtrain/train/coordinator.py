@@ -28,7 +28,7 @@ from hvdtrain.train.callbacks import divide
 from hvdtrain.train.plan import verbosity
 from hvdtrain.train.run import Run
 from hvdtrain.train.schedule import effective_rate
-from hvdtrain.train.writers import Checkpoints
+from hvdtrain.train.writers import Checkpoints, Commits
 
 AGREE_EVERY_S = 2.0
 
@@ -39,6 +39,10 @@ class StoppedError(TrainingError):
     """A signal asked the job to stop; all ranks stopped at the same step."""
 
     exit_code = EXIT_STOPPED
+
+
+class ChangedError(StoppedError):
+    """The ranks of an elastic job are about to change; all of them have committed and ended."""
 
 
 class Coordinator(keras.callbacks.CallbackList):
@@ -64,11 +68,12 @@ class Coordinator(keras.callbacks.CallbackList):
         self._skipped = run.first_step
         self._progress = run.session.progress
         self._checkpoints = checkpoints
+        self._commits = Commits(run, self._history)
         self._stop_wanted, self._stop_agreed = False, run.session.collective.size == 1
         self._epoch_ended = epoch_ended
         self._evaluate_own = evaluate_own
         self._first_bad: Any = None  # step whose loss was not finite, from 1, on the device; or -1
-        self._clock_asks = self._stopping = self._merged_before = False
+        self._clock_asks = self._stopping = self._changing = self._merged_before = False
         self._epoch = self._batch = self._steps_seen = 0
         self._steps_before = 0  # the epoch; in this run where their number was not known
         self._next_agreement = 1
@@ -99,6 +104,11 @@ class Coordinator(keras.callbacks.CallbackList):
         """Begin; `EarlyStopping` and others then reset their state, so it is restored."""
         super().on_train_begin(logs)
         self._restore()
+        if former := self._run.begin.history:
+            self._history.epoch, self._history.history = (
+                list(former["epoch"]), {k: list(v) for k, v in former["history"].items()})
+        if not self._run.begin.samples:
+            self._commits.save(self._run.begin.epoch)  # so that each host has one
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Begin an epoch; Keras has reset the metrics."""
@@ -128,7 +138,10 @@ class Coordinator(keras.callbacks.CallbackList):
         """Begin a step, unless a former run did it: agree, save, or stop, where it is time."""
         if batch < self._skipped:
             return
+        commits = self._commits
         if self._steps_seen == 0:
+            if batch and batch == self._skipped:
+                commits.save(self._epoch, batch)
             self._progress.enter("building the first step")
         else:
             self._progress.advance(self._steps_seen + 1)
@@ -140,18 +153,23 @@ class Coordinator(keras.callbacks.CallbackList):
         step, times = self._steps_before + batch, self._checkpoints.times
         if self._steps_seen == 0:
             times.begin(step)
+            commits.times.begin(step)
         due = batch > 0 and (self._clock_asks or times.by_steps(step))
-        if due:
+        commit_due = batch > 0 and commits.is_due(step)
+        if due or commit_due:
             self._agree()  # nothing is saved of a run whose loss is no number
-        if self._stopping:
-            self._leave(batch)
+        self._leave_if_asked(batch, within=batch > 0)
         if due:
             self._checkpoints.save(self._epoch, batch)
             self._clock_asks = False
             times.begin(step)
+        if commit_due:
+            commits.save(self._epoch, batch)
+            commits.times.begin(step)
         self._steps_seen += self._run.model.steps_per_execution
         self._batch = batch + self._run.model.steps_per_execution
         self._checkpoints.steps_done = self._steps_before + self._batch
+        commits.count(self._steps_seen)
         super().on_train_batch_begin(batch, logs)
         self._progress.advance()  # the callbacks may hang too
         self._keep_wish()
@@ -196,6 +214,10 @@ class Coordinator(keras.callbacks.CallbackList):
                 [lap for _, lap in everyone], run.session.collective.tells_waiting))
         for callback in self.callbacks[len(run.callbacks):]:
             callback.on_epoch_end(epoch, figures)
+        done = self._checkpoints.steps_done
+        if self._commits.is_due(done) and not run.model.stop_training:
+            self._commits.save(epoch + 1)
+            self._commits.times.begin(done)
 
     def _agree_on(self, figures: dict[str, Any], before: dict[str, Any], name: str) -> None:
         """Make what one callback did to the figures equal. All ranks."""
@@ -233,8 +255,7 @@ class Coordinator(keras.callbacks.CallbackList):
         optimizers = keras_seam.optimizers_of(self._run.model)
         self._progress.advance(f"the end of epoch {epoch + 1}")
         self._agree()
-        if self._stopping:
-            self._leave(self._batch)
+        self._leave_if_asked(self._batch)
         run.average_statistics()
         state.average_accumulators(run.session.collective, optimizers)
         figures = self._figures(logs)
@@ -276,11 +297,12 @@ class Coordinator(keras.callbacks.CallbackList):
         collective = self._run.session.collective
         everyone: Any = np.asarray([[
             bad, self._run.stop_asked(), step_s, self._stop_wanted,
-            self._checkpoints.times.by_clock()]], np.float64)
+            self._checkpoints.times.by_clock(), self._commits.times.by_clock(),
+            self._commits.change_asked]], np.float64)
         if collective.size > 1:
             everyone = np.asarray(collective.allgather(
                 tf.constant(everyone), name="hvdtrain.agree"))
-        bad_steps, told, steps_s, wanted, clock = everyone.T
+        bad_steps, told, steps_s, wanted, clock, commit_clock, change = everyone.T
         self._agreed_at = (self._steps_seen, time.monotonic())
         pause = max(1, int(AGREE_EVERY_S / max(float(steps_s.max()), 1e-6)))
         self._next_agreement = self._steps_seen + (pause if self._steps_seen > 2 else 20)
@@ -293,14 +315,26 @@ class Coordinator(keras.callbacks.CallbackList):
             done = keras_seam.steps_done(keras_seam.optimizers_of(self._run.model))
             self._raise_nan(f", seen after step {done}", "the data of these steps")
         self._stopping = self._stopping or bool(told.any())
+        self._changing = self._changing or bool(change.any())
         self._clock_asks = self._clock_asks or bool(clock[0])
+        self._commits.is_asked = self._commits.is_asked or bool(commit_clock[0])
         if wanted.any():  # Keras ends after the step that begins
             self._stop_agreed = self._run.model.stop_training = True
 
-    def _leave(self, step: int) -> NoReturn:
-        path = self._checkpoints.save(self._epoch, step)
-        self._checkpoints.wait()
-        raise stopped(step, self._epoch, path, ", on all ranks alike")
+    def _leave_if_asked(self, step: int, *, within: bool = True) -> None:
+        """End this rank, as all others, if a signal or the launcher has asked for it.
+
+        `within`: callbacks have not been told that an epoch begins after this step.
+        """
+        if self._stopping:
+            path = self._checkpoints.save(self._epoch, step)
+            self._checkpoints.wait()
+            raise stopped(step, self._epoch, path, ", on all ranks alike")
+        if self._changing and within:
+            self._commits.save(self._epoch, step)
+            self._checkpoints.wait()
+            raise ChangedError(f"The ranks change: committed after step {step} of epoch "
+                               f"{self._epoch + 1}, on all ranks alike. The launcher goes on.")
 
     def _raise_nan(self, where: str, suspect: str) -> NoReturn:
         raise NotFiniteError(

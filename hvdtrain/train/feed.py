@@ -27,18 +27,22 @@ from hvdtrain.session import Session
 
 
 class SourceFeed:
-    """Samples that hvdtrain reads, on each rank only its own."""
+    """Samples that hvdtrain reads, on each rank only its own.
+
+    `batch_ranks`: a global batch has the samples of as many ranks, where these are others.
+    """
 
     weighted = False  # whether the batches of an evaluation are pairs `(weight, batch)`
 
-    def __init__(self, source: Source | StreamSource, session: Session,
-                 config: TrainConfig) -> None:
+    def __init__(self, source: Source | StreamSource, session: Session, config: TrainConfig,
+                 batch_ranks: int | None = None) -> None:
         if isinstance(source, StreamSource) and config.divide == "batches":
             source.divide_made()
         check_source(source, streams=True)
         self._source = source
         self._session = session
         self._config = config
+        self._batch_ranks = batch_ranks
         self._plan: Any = None
 
     def plan(self, model: Any) -> Any:
@@ -49,27 +53,38 @@ class SourceFeed:
             self._plan = self._shards(
                 seed=config.seed or 0, shuffle=config.shuffle, whole_batches=fixed,
                 remainder=config.remainder_as("pad" if fixed else "join"))
-        elif (config.batch_global or 0) % world.size:
+        elif (config.batch_global or 0) % world.size and self._batch_ranks is None:
             raise DataError(f"{self._source.name}: a stream is shared sample by sample, so that "
                             f"the global batch must divide by {world.size} ranks. Received: "
                             f"{config.batch_global}")
         else:
             self._plan = self._steps(
-                seed=config.seed or 0, growth=1 if config.batch_global else world.size,
+                seed=config.seed or 0,
+                growth=1 if config.batch_global else self._batch_ranks or world.size,
                 shuffle=config.shuffle and isinstance(self._source, FileShards),
                 stream_order=self._source.order)
         return self._plan
 
     def _shards(self, **how: Any) -> ShardPlan:
-        world, config = self._session.world, self._config
-        return ShardPlan(samples=len(self._source), rank=world.rank, size=world.size,
-                         batch_per_rank=config.rank_batch(world.size),
-                         batch_global=config.batch_global, **how)
+        world, config, ranks = self._session.world, self._config, self._batch_ranks
+        if ranks not in (None, world.size) and config.batch_global is None:
+            how |= {"batch_global": self._kept_batch, "batch_ranks": ranks}
+        return ShardPlan(**{
+            "samples": len(self._source), "rank": world.rank, "size": world.size,
+            "batch_per_rank": -(-self._kept_batch // world.size),
+            "batch_global": config.batch_global, **how})
+
+    @property
+    def _kept_batch(self) -> int:
+        """Samples per step over all ranks."""
+        config, ranks = self._config, self._batch_ranks or self._session.world.size
+        return config.batch_global or config.rank_batch(ranks) * ranks
 
     def _steps(self, **how: Any) -> StreamPlan:
+        # A stream is shared sample by sample: other ranks may only nearly have the global batch.
         world = self._session.world
         return StreamPlan(counts=self._counts(), rank=world.rank,
-                          batch_per_rank=self._config.rank_batch(world.size), **how)
+                          batch_per_rank=max(1, round(self._kept_batch / world.size)), **how)
 
     def _counts(self) -> tuple[int, ...]:
         """Samples of each rank's share of a stream; the first call counts on all ranks."""

@@ -35,6 +35,7 @@ from hvdtrain.train import evaluate, schedule
 from hvdtrain.train.callbacks import restore_backup
 from hvdtrain.train.checkpoint import RunState
 from hvdtrain.train.coordinator import Coordinator
+from hvdtrain.train.elastic import origin_of
 from hvdtrain.train.feed import Feed, SourceFeed
 from hvdtrain.train.plan import (
     TrainPlan,
@@ -179,6 +180,7 @@ class AllreduceRun(KerasRun):
         if isinstance(self.validation, RankAdapter):
             self.validation.compare(session.collective)
         build_model(model, self.data.one_sample)
+        self.origin.check_model(config, model)
         check_callbacks(keras_seam.optimizers_of(model), self.callbacks)
         if config.sync_batch_norm:
             sync_batchnorm(model, session.collective)
@@ -187,12 +189,15 @@ class AllreduceRun(KerasRun):
         ranks = session.collective.gather_objects(f"{session.world.host} ({session.devices})")
         return TrainPlan.of(
             model, shards, config, job=self.name, validation_samples=samples, ranks=tuple(ranks),
-            collective=f"{session.collective.name} ({session.choice.reason})")
+            collective=f"{session.collective.name} ({session.choice.reason})",
+            elastic=self.origin.describe(config, session.world.size))
 
     def load(self) -> RunState:
         model, session = self.model, self.session
         begin = super().load()
-        done = max(restore_backup(model, self.callbacks, session), self.initial_epoch)
+        done = self.initial_epoch
+        if self.origin.commit is None:
+            done = max(done, restore_backup(model, self.callbacks, session))
         share_loaded(keras_seam.optimizers_of(model))
         state.fold_rank_into_seeds(state.training_state(model), session.world.rank)
         if done > begin.epoch:
@@ -213,6 +218,9 @@ class AllreduceRun(KerasRun):
                 stack.enter_context(keras_model.split_step(model))
             stack.enter_context(weigh_training(model, share, weighted=self.plan.shards.uneven))
             stack.enter_context(keras_model.losses_by_samples(model))
+            for callback in self.callbacks if self.origin.commit is not None else ():
+                if isinstance(callback, keras.callbacks.BackupAndRestore):  # a commit is newer
+                    stack.enter_context(hooked(callback, _load_model=lambda _: None))
             self.clock = traced.clock
             stack.enter_context(self.clock.traced(model))
             self.clock.timing(model, is_new=traced.put_on(model))
@@ -264,11 +272,13 @@ class _TracedStep:
 def run_job(job: Job, config: TrainConfig, session: Session, *,
             stop_asked: Callable[[], bool] = lambda: False, dry_run: bool = False) -> RunResult:
     """Build a job's model and data and train, with `config` in place of its own. All ranks."""
+    origin = origin_of(session, config)
+    config = origin.settings(config)
     model, splits = build_job(job, config, session)
     run = AllreduceRun(
         model=model, session=session, config=config, name=job.name, stop_asked=stop_asked,
-        callbacks=keras.tree.flatten(list(job.callbacks())),
-        data=SourceFeed(splits.train, session, config),
+        callbacks=keras.tree.flatten(list(job.callbacks())), origin=origin,
+        data=SourceFeed(splits.train, session, config, origin.batch_ranks),
         validation=(None if splits.validation is None else
                     SourceFeed(splits.validation, session, config)))
     return run.fit(dry_run=dry_run)

@@ -30,6 +30,7 @@ from hvdtrain.session import Session, session_for
 from hvdtrain.settings import refuse_differences
 from hvdtrain.train import evaluate as evaluation
 from hvdtrain.train.chief import needs_all
+from hvdtrain.train.elastic import Origin, origin_of
 from hvdtrain.train.feed import Feed, SourceFeed
 from hvdtrain.train.fit import AllreduceRun
 from hvdtrain.train.own_loop import drawn_seed
@@ -85,7 +86,9 @@ def fit(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of Keras
     if epochs == 0:  # Keras trains nothing either
         return keras.callbacks.History()
     config = _with_epochs(door.config, epochs)
-    door = dataclasses.replace(door, config=config)
+    origin = origin_of(door.session, config)
+    config = origin.settings(config)
+    door = dataclasses.replace(door, config=config, origin=origin)
     if validation_split and validation_data is None:
         _refuse_beside(x, validation_split=validation_split)
         (x, y, sample_weight), validation_data = validation_split_of(
@@ -102,7 +105,7 @@ def fit(model: Any, x: Any = None, y: Any = None,  # noqa: D417 - those of Keras
     run = AllreduceRun(
         model=model, session=door.session, config=config, name=model.name, data=train,
         validation=validation, callbacks=_callbacks_of(callbacks), verbose=verbose,
-        initial_epoch=initial_epoch, stop_asked=stop_asked or (lambda: False),
+        initial_epoch=initial_epoch, origin=origin, stop_asked=stop_asked or (lambda: False),
         validation_arguments={"validation_freq": validation_freq} | (
             {"validation_steps": validation_steps} if validation_steps else {}))
     return run.fit(dry_run=dry_run).callback
@@ -180,6 +183,7 @@ def launched(config: TrainConfig | None) -> TrainConfig:
 class _Door:
     config: TrainConfig
     session: Session
+    origin: Origin = Origin()
 
     @classmethod
     def open(cls, name: str, x: Any, config: TrainConfig | None,
@@ -215,6 +219,10 @@ class _Door:
         config, world = self.config, self.session.world
         _refuse_targets_in_inputs(model, x, y)
         batch, per_rank = self._batch(batch_size, twice=name == "validation")
+        training = name == "training"
+        batch_ranks = self.origin.batch_ranks if training else None
+        if training:
+            self.origin.check_batch(config, per_rank=per_rank)
         if isinstance(x, (Source, StreamSource)):
             _refuse_beside(x, y=y, sample_weight=sample_weight, steps=steps)
             batch = batch or DEFAULT_BATCH
@@ -222,13 +230,13 @@ class _Door:
                 x if class_weight is None else weighted(x, class_weight), self.session,
                 dataclasses.replace(config, shuffle=bool(shuffle),
                                     batch_per_rank=batch if per_rank else None,
-                                    batch_global=None if per_rank else batch))
-        training = name == "training"
+                                    batch_global=None if per_rank else batch), batch_ranks)
         with warnings.catch_warnings():
             if not world.is_chief:  # Keras warns, and once is enough
                 warnings.simplefilter("ignore")
             adapter = adapter_of(
-                x, y, sample_weight, per_rank=per_rank, batch_size=batch,
+                x, y, sample_weight, batch_size=batch,
+                batch_ranks=(batch_ranks or world.size) if per_rank else 1,
                 part=Part(rank=world.rank, size=world.size,
                           remainder=config.remainder_as("join") if training else "join"),
                 class_weight=class_weight, shuffle=shuffle, steps=steps,

@@ -44,6 +44,7 @@ class TrainPlan:
     collective: str = ""
     party: str = "rank"
     details: tuple[tuple[str, str], ...] = ()
+    elastic: str = ""
 
     @classmethod
     def of(cls, model: Any, shards: Any, config: TrainConfig, **said: Any) -> TrainPlan:
@@ -64,6 +65,7 @@ class TrainPlan:
         rows = [
             ("job", f"{self.job}: {self.parameters:,} parameters, {self.optimizer}"),
             ("ranks", f"{len(self.ranks)}: {_group(self.ranks)}"),
+            *((("elastic", self.elastic),) if self.elastic else ()),
             *(self.details or (("collective", self.collective),)),
             *((("gradients", text),) if (text := _gradients(config)) else ()),
             ("batch", shards.batch_text(self.party)),

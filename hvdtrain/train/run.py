@@ -35,6 +35,7 @@ from hvdtrain.train import schedule
 from hvdtrain.train.callbacks import CallbackStates
 from hvdtrain.train.checkpoint import CheckpointStore, RunState, save_model
 from hvdtrain.train.chief import on_chief
+from hvdtrain.train.elastic import Origin, load_commit
 from hvdtrain.train.evaluate import merged_logs, merged_states
 from hvdtrain.train.plan import TrainPlan
 from hvdtrain.train.timing import StepClock
@@ -47,7 +48,7 @@ class RunResult:
 
     history: dict[str, list[Any]] = field(default_factory=dict)
     """Per epoch of this run, over all ranks: `loss`, metrics, `val_*`, `learning_rate`."""
-    first_epoch: int = 0  # epochs that a former run had done
+    first_epoch: int = 0  # epochs that a former run had done, and that are not in `history`
     model_path: Path | None = None  # a plain `.keras` file; None without an output folder
     callback: Any = field(default_factory=keras.callbacks.History)  # Keras' own
 
@@ -68,6 +69,7 @@ class Run(ABC):
     callbacks: Sequence[Any] = ()
     verbose: str | int = "auto"
     stop_asked: Callable[[], bool] = lambda: False
+    origin: Origin = field(default_factory=Origin)  # `config` has its settings
 
     plan: TrainPlan = field(init=False)
     store: CheckpointStore | None = field(init=False)
@@ -96,6 +98,7 @@ class Run(ABC):
                 return RunResult()
             self.store = self._open_output()
             self.begin = self.load()
+            self._tell_of_repeated()
             self.states = CallbackStates(self.callbacks)
             history, output = self.train(), self.config.output
             session.progress.enter("saving the final model")
@@ -104,7 +107,8 @@ class Run(ABC):
                 with consolidated(keras_seam.optimizers_of(self.model)):
                     on_chief(session.collective, lambda: save_model(self.model, path))
             return RunResult(history=dict(history.history), callback=history,
-                             first_epoch=self.begin.epoch, model_path=path)
+                             first_epoch=self.begin.epoch - len(
+                                 self.begin.history.get("epoch", ())), model_path=path)
 
     @abstractmethod
     def prepare(self) -> TrainPlan:
@@ -115,18 +119,33 @@ class Run(ABC):
         """Train to the last epoch; gives Keras' `History`. All ranks."""
 
     def load(self) -> RunState:
-        """Where the run begins, with the weights of the chief's newest checkpoint. All ranks."""
+        """Where the run begins, with the weights of the chief's newest state. All ranks.
+
+        That is the commit to go on from, if it can be used, or the newest checkpoint.
+        """
         session, shards, store = self.session, self.plan.shards, self.store
-        is_chief, found = session.world.is_chief, None
-        if store is not None and self.config.resume:
+        is_chief, found = session.world.is_chief, self._load_commit()
+        if found is None and store is not None and self.config.resume:
             found = on_chief(session.collective, lambda: store.load_newest(self.model))
             if found is None and is_chief:
                 get_logger().info("No checkpoint in %s yet: starting from the beginning.",
                                   store.folder)
+        if found is not None and self.origin.elastic is not None:
+            self.origin.elastic.steps = max(self.origin.elastic.steps, found.step)
         begin = (RunState(epoch=0, step=0, ranks=shards.size, version=hvdtrain.__version__)
                  if found is None else self._resume(found))
         state.broadcast_variables(state.training_state(self.model), collective=session.collective)
         return begin
+
+    def _load_commit(self) -> RunState | None:
+        elastic, steps = self.origin.elastic, self.origin.commit
+        if elastic is None or steps is None:
+            return None
+        found = on_chief(self.session.collective,
+                         lambda: load_commit(elastic.store, steps, self.model))
+        if found is None:
+            self.origin = dataclasses.replace(self.origin, commit=None)
+        return found
 
     @property
     def first_step(self) -> int:
@@ -179,7 +198,7 @@ class Run(ABC):
         """Refuse to overwrite a former run, unless allowed to. All ranks."""
         config, output = self.config, self.config.output
         if output is None:
-            if config.resume:
+            if config.resume and not self.origin.resumes:
                 raise ConfigError("resume needs the output folder of the run to go on with: give "
                                   "TrainConfig(output=...). `hvdtrain fit` has one by itself.")
             return None
@@ -203,6 +222,14 @@ class Run(ABC):
                 "s" if found.ranks > 1 else "")
             self._warn_of_changes(found, **lost)
         return dataclasses.replace(found, kept_back={}, rank_states=())
+
+    def _tell_of_repeated(self) -> None:
+        """Say how many samples of an epoch are trained on again, as no step begins there."""
+        shards, samples = self.plan.shards, self.begin.samples
+        again = samples - shards.samples_before(self.first_step) if samples else 0
+        if again > 0 and self.session.world.is_chief:
+            get_logger().info("No step begins after %d samples: %d of them are trained on once "
+                              "more.", samples, again)
 
     def _warn_of_changes(self, found: RunState, *, kept_back: bool, states: bool) -> None:
         """Warn of what a checkpoint has that cannot be used; the flags say what was lost."""

@@ -13,8 +13,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 LAYERS = {
     "base": ("cache", "errors", "fork", "log", "optional", "process", "program",
              "whole_file"),
-    "facts": ("collective_names", "config", "engine_config", "settings", "hosts", "world", "job",
-              "horovod_check"),
+    "facts": ("collective_names", "commit_names", "config", "engine_config", "settings", "hosts",
+              "world", "job", "horovod_check"),
     "preload": ("preload",),
     "driver": ("launch", "submit"),
     "notebook": ("notebook",),

@@ -1,0 +1,217 @@
+"""Trainings that end within an epoch and go on with other ranks; each is a case.
+
+    hvdtrain launch -np N -- python -m tests.elastic_runs STAGE FOLDER [CASE ...]
+
+Stage `whole` trains each case undisturbed, `cut` ends it by a change of ranks, `on` goes on from
+its commits. The chief writes weights, history and what the case notes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+EPOCHS, CUT_AT = 3, (1, 2)
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def data(samples=53, width=6):
+    rng = np.random.default_rng(4)
+    x = rng.normal(size=(samples, width))
+    return x, (x[:, :1] > 0).astype("float64")
+
+
+def model_of(keras, optimizer=None, normalized=False):
+    keras.utils.set_random_seed(9)
+    layers = keras.layers
+    model = keras.Sequential([
+        keras.Input((6,)), layers.Dense(8, activation="tanh"),
+        *([layers.BatchNormalization()] if normalized else ()),
+        layers.Dense(1, activation="sigmoid")])
+    model.compile(optimizer or keras.optimizers.Adam(0.01), "binary_crossentropy",
+                  metrics=["accuracy", keras.metrics.AUC(num_thresholds=20)])
+    return model
+
+
+def source(samples=53):
+    import hvdtrain
+    return hvdtrain.ArraySource(data(samples))
+
+
+@case
+def uneven_batches(keras, world):
+    return model_of(keras), {"x": source(), "validation_data": data(17)}, {"batch_per_rank": 3}
+
+
+@case
+def arrays_with_a_global_batch(keras, world):
+    x, y = data()
+    return model_of(keras), {"x": x, "y": y, "batch_size": 7}, {"seed": 5}
+
+
+@case
+def scaled_rate_with_warmup(keras, world):
+    optimizer = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.9),
+                                     momentum=0.9)
+    return model_of(keras, optimizer), {"x": source()}, {
+        "batch_per_rank": 4, "warmup_epochs": 2.0}
+
+
+@case
+def state_of_callbacks(keras, world):
+    class Seen(keras.callbacks.Callback):
+        steps = epochs = 0
+
+        def on_train_begin(self, logs=None):
+            self.steps, self.losses = 0, []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.steps += 1
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.losses.append(logs["loss"])
+            logs["seen"] = float(self.steps)
+
+    class OnChief(Seen):
+        chief_only = True
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.epochs += 1
+
+        def get_state(self):
+            return {"steps": self.steps, "epochs": self.epochs}
+
+        def set_state(self, state):
+            self.steps, self.epochs = state["steps"], state["epochs"]
+    callbacks = [Seen(), OnChief(), keras.callbacks.EarlyStopping(
+        "loss", patience=1, restore_best_weights=True),
+        keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=1.0)]
+    return model_of(keras), {"x": source(), "callbacks": callbacks, "notes": lambda: [
+        callbacks[0].losses, callbacks[1].steps, callbacks[1].epochs]}, {"batch_per_rank": 4}
+
+
+@case
+def divided_state(keras, world):
+    return model_of(keras), {"x": source()}, {"batch_per_rank": 4, "zero": True}
+
+
+@case
+def divided_by_variables(keras, world):
+    return model_of(keras, keras.optimizers.Lamb(0.01)), {"x": source()}, {
+        "batch_per_rank": 4, "zero": True}
+
+
+@case
+def accumulated_gradients(keras, world):
+    optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)
+    return model_of(keras, optimizer), {"x": source()}, {"batch_per_rank": 4}
+
+
+@case
+def a_pipeline_of_batches(keras, world):
+    import tensorflow as tf
+    batches = tf.data.Dataset.from_tensor_slices(data(48)).shuffle(48, seed=3).batch(4)
+    return model_of(keras), {"x": batches}, {"batch": "per_rank"}
+
+
+@case
+def a_stream(keras, world):
+    import hvdtrain
+    import tensorflow as tf
+    stream = hvdtrain.StreamSource(tf.data.Dataset.from_tensor_slices(data(48)))
+    return model_of(keras), {"x": stream}, {"batch_per_rank": 2, "shuffle": False}
+
+
+@case
+def the_batch_of_each_rank(keras, world):
+    """The weight counts how often each sample was trained on."""
+    import hvdtrain
+    rows = np.eye(60)
+    model = keras.Sequential([keras.Input((60,)), keras.layers.Dense(
+        1, use_bias=False, kernel_initializer="zeros")])
+
+    def loss(y, predicted):  # the gradient is the sum of the rows, over the batch
+        return predicted[:, 0]
+    model.compile(keras.optimizers.SGD(1.0), loss)
+    return model, {"x": hvdtrain.ArraySource((rows, np.zeros((60, 1))))}, {
+        "batch_per_rank": 4, "keep": "batch_per_rank"}
+
+
+class Cut:
+    """A callback that lets the launcher ask for a change before a step."""
+
+    def __new__(cls, keras, folder):
+        class Ask(keras.callbacks.Callback):
+            def on_epoch_begin(self, epoch, logs=None):
+                self._epoch = epoch
+
+            def on_train_batch_begin(self, batch, logs=None):
+                if (self._epoch, batch) == CUT_AT:
+                    (folder / "change").touch()
+
+            def get_state(self):
+                return {}
+
+            def set_state(self, state):
+                pass
+        return Ask()
+
+
+def elastic_for(session, folder, world):
+    """What `hvdtrain.init` makes of the variables of the launcher; each case has its own."""
+    from hvdtrain.train.elastic import Elastic
+    if session.world.is_chief:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "change").unlink(missing_ok=True)
+    session.collective.barrier()
+    return Elastic.of({"HVDTRAIN_COMMITS": str(folder), "HVDTRAIN_WORLD": str(world)},
+                      session.world)
+
+
+def run(name, stage, folder, session, keras):
+    import hvdtrain
+    from hvdtrain.train.coordinator import ChangedError
+    model, arguments, settings = CASES[name](keras, session.world)
+    notes = arguments.pop("notes", lambda: None)
+    commits = folder / name
+    elastic = None if stage == "whole" else elastic_for(session, commits, 1 + (stage == "on"))
+    object.__setattr__(session, "elastic", elastic)
+    callbacks = [*arguments.pop("callbacks", []), Cut(keras, commits if stage == "cut" else folder)]
+    config = hvdtrain.TrainConfig(epochs=EPOCHS, **settings)
+    try:
+        history = hvdtrain.fit(model, callbacks=callbacks, config=config, verbose=0, **arguments)
+    except ChangedError:
+        assert stage == "cut"
+        return
+    assert stage != "cut"
+    if session.world.is_chief:
+        np.savez(folder / f"{name}.npz", *model.get_weights())
+        (folder / f"{name}.json").write_text(json.dumps(
+            {"history": history.history, "epoch": history.epoch, "notes": notes()}, default=float))
+
+
+def main():
+    import keras
+
+    import hvdtrain
+    from hvdtrain.train import coordinator
+    stage, folder, *names = sys.argv[1:]
+    coordinator.AGREE_EVERY_S = 0.0
+    session = hvdtrain.init()
+    keras.config.set_floatx("float64")
+    for name in names or CASES:
+        if session.world.is_chief:
+            print(f"=== {stage} {name}", flush=True)
+        run(name, stage, Path(folder), session, keras)
+
+
+if __name__ == "__main__":
+    main()
