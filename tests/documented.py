@@ -124,7 +124,8 @@ def _prepared():
     model.save_weights("model.weights.h5")
     model.save_weights("weights.h5")
     return {"np": np, "keras": keras, "tf": tf, "K": K, "hvd": hvd, "hvd_tf": hvd_tf,
-            "hvdtrain": hvdtrain, "model": model, "optimizer": optimizer, "x": x, "y": y, "sequence": Rows(),
+            "hvdtrain": hvdtrain, "model": model, "optimizer": optimizer, "x": x, "y": y,
+            "sequence": Rows(),
             "data": tf.data.Dataset.from_tensor_slices((x, y)).batch(4),
             "strategy": tf.distribute.get_strategy()}
 
