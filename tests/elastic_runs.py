@@ -29,7 +29,7 @@ def data(samples=53, width=6):
     return x, (x[:, :1] > 0).astype("float64")
 
 
-def model_of(keras, optimizer=None, normalized=False):
+def model_of(keras, optimizer=None, normalized=False, metrics=()):
     keras.utils.set_random_seed(9)
     layers = keras.layers
     model = keras.Sequential([
@@ -37,7 +37,7 @@ def model_of(keras, optimizer=None, normalized=False):
         *([layers.BatchNormalization()] if normalized else ()),
         layers.Dense(1, activation="sigmoid")])
     model.compile(optimizer or keras.optimizers.Adam(0.01), "binary_crossentropy",
-                  metrics=["accuracy", keras.metrics.AUC(num_thresholds=20)])
+                  metrics=["accuracy", *metrics])
     return model
 
 
@@ -48,13 +48,37 @@ def source(samples=53):
 
 @case
 def uneven_batches(keras, folder):
-    return model_of(keras), {"x": source(), "validation_data": data(17)}, {"batch_per_rank": 3}
+    """With backups, which are older than a commit."""
+    backup = keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)
+    return model_of(keras, metrics=[keras.metrics.AUC(num_thresholds=20)]), {
+        "x": source(), "validation_data": data(17), "callbacks": [backup]}, {"batch_per_rank": 3}
 
 
 @case
-def arrays_with_a_global_batch(keras, folder):
-    x, y = data()
-    return model_of(keras), {"x": x, "y": y, "batch_size": 7}, {"seed": 5}
+def second_training(keras, folder):
+    """Of arrays, with a global batch. The first training has no files: it is done again."""
+    import hvdtrain
+    model, (x, y) = model_of(keras), data()
+    return model, {"x": x, "y": y, "batch_size": 7, "before": lambda: hvdtrain.fit(
+        model, x, y, verbose=0)}, {"seed": 5}
+
+
+@case
+def second_training_with_files(keras, folder):
+    """The first one is taken from its files; state divided by whole variables."""
+    import hvdtrain
+    model, (x, y), begun = model_of(keras, keras.optimizers.Lamb(0.01)), data(20), []
+
+    class Begun(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            begun.append(epoch)
+
+    def before():
+        hvdtrain.fit(model, x, y, epochs=2, verbose=0, callbacks=[Begun()],
+                     config=hvdtrain.TrainConfig(output=folder / "first", tensorboard=False,
+                                                 zero=True))
+    return model, {"x": source(), "before": before, "notes": lambda: len(begun)}, {
+        "batch_per_rank": 4, "zero": True}
 
 
 @case
@@ -104,15 +128,13 @@ def divided_state(keras, folder):
 
 
 @case
-def divided_by_variables(keras, folder):
-    return model_of(keras, keras.optimizers.Lamb(0.01)), {"x": source()}, {
-        "batch_per_rank": 4, "zero": True}
+def a_stream_with_accumulation(keras, folder):
+    import tensorflow as tf
 
-
-@case
-def accumulated_gradients(keras, folder):
+    import hvdtrain
+    stream = hvdtrain.StreamSource(tf.data.Dataset.from_tensor_slices(data(48)))
     optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)
-    return model_of(keras, optimizer), {"x": source()}, {"batch_per_rank": 4}
+    return model_of(keras, optimizer), {"x": stream}, {"batch_per_rank": 2, "shuffle": False}
 
 
 @case
@@ -123,57 +145,17 @@ def a_pipeline_of_batches(keras, folder):
 
 
 @case
-def a_stream(keras, folder):
-    import hvdtrain
-    import tensorflow as tf
-    stream = hvdtrain.StreamSource(tf.data.Dataset.from_tensor_slices(data(48)))
-    return model_of(keras), {"x": stream}, {"batch_per_rank": 2, "shuffle": False}
-
-
-@case
-def second_training(keras, folder):
-    """The first has no files: it is done again."""
-    import hvdtrain
-    model, (x, y) = model_of(keras), data(20)
-    return model, {"x": source(), "before": lambda: hvdtrain.fit(model, x, y, verbose=0)}, {
-        "batch_per_rank": 4}
-
-
-@case
-def second_training_with_files(keras, folder):
-    import hvdtrain
-    model, (x, y), begun = model_of(keras), data(20), []
-
-    class Begun(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            begun.append(epoch)
-
-    def before():
-        hvdtrain.fit(model, x, y, epochs=2, verbose=0, callbacks=[Begun()],
-                     config=hvdtrain.TrainConfig(output=folder / "first", tensorboard=False))
-    return model, {"x": source(), "before": before, "notes": lambda: len(begun)}, {
-        "batch_per_rank": 4}
-
-
-@case
-def with_backups(keras, folder):
-    """A commit is newer than what `BackupAndRestore` has."""
-    backup = keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)
-    return model_of(keras), {"x": source(), "callbacks": [backup]}, {"batch_per_rank": 4}
-
-
-@case
 def the_batch_of_each_rank(keras, folder):
     """The weight counts how often each sample was trained on."""
     import hvdtrain
-    rows = np.eye(60)
-    model = keras.Sequential([keras.Input((60,)), keras.layers.Dense(
+    rows = np.eye(72)
+    model = keras.Sequential([keras.Input((72,)), keras.layers.Dense(
         1, use_bias=False, kernel_initializer="zeros")])
 
     def loss(y, predicted):  # the gradient is the sum of the rows, over the batch
         return predicted[:, 0]
     model.compile(keras.optimizers.SGD(1.0), loss)
-    return model, {"x": hvdtrain.ArraySource((rows, np.zeros((60, 1))))}, {
+    return model, {"x": hvdtrain.ArraySource((rows, np.zeros((72, 1))))}, {
         "batch_per_rank": 4, "keep": "batch_per_rank"}
 
 
