@@ -224,9 +224,9 @@ class TrainConfig(ReductionConfig):
                               "collective within it. Leave one of the two out.")
         if self.keep == "batch_per_rank" and self.batch_global is not None:
             raise ConfigError(
-                "keep='batch_per_rank' keeps the batch of each rank, and batch_global fixes that of "
-                f"all. Received: batch_global={self.batch_global}. Give batch_per_rank, or leave "
-                "keep out.")
+                "keep='batch_per_rank' keeps the batch of each rank, and batch_global fixes that "
+                f"of all. Received: batch_global={self.batch_global}. Give batch_per_rank, or "
+                "leave keep out.")
         for name, field in fields_of(TrainConfig).items():
             value = getattr(self, name)
             if name not in ("ps", "tf") and value not in (field.default, *field.everywhere):

@@ -29,7 +29,7 @@ def data(samples=53, width=6):
     return x, (x[:, :1] > 0).astype("float64")
 
 
-def model_of(keras, optimizer=None, normalized=False):
+def model_of(keras, optimizer=None, normalized=False, metrics=()):
     keras.utils.set_random_seed(9)
     layers = keras.layers
     model = keras.Sequential([
@@ -37,7 +37,7 @@ def model_of(keras, optimizer=None, normalized=False):
         *([layers.BatchNormalization()] if normalized else ()),
         layers.Dense(1, activation="sigmoid")])
     model.compile(optimizer or keras.optimizers.Adam(0.01), "binary_crossentropy",
-                  metrics=["accuracy", keras.metrics.AUC(num_thresholds=20)])
+                  metrics=["accuracy", *metrics])
     return model
 
 
@@ -47,26 +47,50 @@ def source(samples=53):
 
 
 @case
-def uneven_batches(keras, world):
-    return model_of(keras), {"x": source(), "validation_data": data(17)}, {"batch_per_rank": 3}
+def uneven_batches(keras, folder):
+    """With backups, which are older than a commit."""
+    backup = keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False)
+    return model_of(keras, metrics=[keras.metrics.AUC(num_thresholds=20)]), {
+        "x": source(), "validation_data": data(17), "callbacks": [backup]}, {"batch_per_rank": 3}
 
 
 @case
-def arrays_with_a_global_batch(keras, world):
-    x, y = data()
-    return model_of(keras), {"x": x, "y": y, "batch_size": 7}, {"seed": 5}
+def second_training(keras, folder):
+    """Of arrays, with a global batch. The first training has no files: it is done again."""
+    import hvdtrain
+    model, (x, y) = model_of(keras), data()
+    return model, {"x": x, "y": y, "batch_size": 7, "before": lambda: hvdtrain.fit(
+        model, x, y, verbose=0)}, {"seed": 5}
 
 
 @case
-def scaled_rate_with_warmup(keras, world):
+def second_training_with_files(keras, folder):
+    """The first one is taken from its files; state divided by whole variables."""
+    import hvdtrain
+    model, (x, y), begun = model_of(keras, keras.optimizers.Lamb(0.01)), data(20), []
+
+    class Begun(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            begun.append(epoch)
+
+    def before():
+        hvdtrain.fit(model, x, y, epochs=2, verbose=0, callbacks=[Begun()],
+                     config=hvdtrain.TrainConfig(output=folder / "first", tensorboard=False,
+                                                 zero=True))
+    return model, {"x": source(), "before": before, "notes": lambda: len(begun)}, {
+        "batch_per_rank": 4, "zero": True}
+
+
+@case
+def scaled_rate_with_warmup(keras, folder):
     optimizer = keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.9),
                                      momentum=0.9)
-    return model_of(keras, optimizer), {"x": source()}, {
-        "batch_per_rank": 4, "warmup_epochs": 2.0}
+    return model_of(keras, optimizer, normalized=True), {"x": source()}, {
+        "batch_per_rank": 4, "warmup_epochs": 2.0, "sync_batch_norm": True}
 
 
 @case
-def state_of_callbacks(keras, world):
+def state_of_callbacks(keras, folder):
     class Seen(keras.callbacks.Callback):
         steps = epochs = 0
 
@@ -99,49 +123,39 @@ def state_of_callbacks(keras, world):
 
 
 @case
-def divided_state(keras, world):
+def divided_state(keras, folder):
     return model_of(keras), {"x": source()}, {"batch_per_rank": 4, "zero": True}
 
 
 @case
-def divided_by_variables(keras, world):
-    return model_of(keras, keras.optimizers.Lamb(0.01)), {"x": source()}, {
-        "batch_per_rank": 4, "zero": True}
-
-
-@case
-def accumulated_gradients(keras, world):
-    optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)
-    return model_of(keras, optimizer), {"x": source()}, {"batch_per_rank": 4}
-
-
-@case
-def a_pipeline_of_batches(keras, world):
+def a_stream_with_accumulation(keras, folder):
     import tensorflow as tf
-    batches = tf.data.Dataset.from_tensor_slices(data(48)).shuffle(48, seed=3).batch(4)
-    return model_of(keras), {"x": batches}, {"batch": "per_rank"}
 
-
-@case
-def a_stream(keras, world):
     import hvdtrain
-    import tensorflow as tf
     stream = hvdtrain.StreamSource(tf.data.Dataset.from_tensor_slices(data(48)))
-    return model_of(keras), {"x": stream}, {"batch_per_rank": 2, "shuffle": False}
+    optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=3)
+    return model_of(keras, optimizer), {"x": stream}, {"batch_per_rank": 2, "shuffle": False}
 
 
 @case
-def the_batch_of_each_rank(keras, world):
+def a_pipeline_of_batches(keras, folder):
+    import tensorflow as tf
+    batches = tf.data.Dataset.from_tensor_slices(data(50)).batch(4)
+    return model_of(keras), {"x": batches, "shuffle": False}, {"batch": "per_rank"}
+
+
+@case
+def the_batch_of_each_rank(keras, folder):
     """The weight counts how often each sample was trained on."""
     import hvdtrain
-    rows = np.eye(60)
-    model = keras.Sequential([keras.Input((60,)), keras.layers.Dense(
+    rows = np.eye(72)
+    model = keras.Sequential([keras.Input((72,)), keras.layers.Dense(
         1, use_bias=False, kernel_initializer="zeros")])
 
     def loss(y, predicted):  # the gradient is the sum of the rows, over the batch
         return predicted[:, 0]
     model.compile(keras.optimizers.SGD(1.0), loss)
-    return model, {"x": hvdtrain.ArraySource((rows, np.zeros((60, 1))))}, {
+    return model, {"x": hvdtrain.ArraySource((rows, np.zeros((72, 1))))}, {
         "batch_per_rank": 4, "keep": "batch_per_rank"}
 
 
@@ -165,37 +179,49 @@ class Cut:
         return Ask()
 
 
-def elastic_for(session, folder, world):
+ON_HOSTS_OF_THEIR_OWN = ("divided_state", "state_of_callbacks")
+
+
+def elastic_for(name, session, folder, world):
     """What `hvdtrain.init` makes of the variables of the launcher; each case has its own."""
     from hvdtrain.train.elastic import Elastic
-    if session.world.is_chief:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "change").unlink(missing_ok=True)
+    alone = name in ON_HOSTS_OF_THEIR_OWN
+    if alone:
+        folder = folder / f"rank{session.world.rank}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "change").unlink(missing_ok=True)
     session.collective.barrier()
-    return Elastic.of({"HVDTRAIN_COMMITS": str(folder), "HVDTRAIN_WORLD": str(world)},
+    made = Elastic.of({"HVDTRAIN_COMMITS": str(folder), "HVDTRAIN_WORLD": str(world)},
                       session.world)
+    if alone:
+        made.writes, made.one_host = True, False
+    return made
 
 
 def run(name, stage, folder, session, keras):
     import hvdtrain
     from hvdtrain.train.coordinator import ChangedError
-    model, arguments, settings = CASES[name](keras, session.world)
+    model, arguments, settings = CASES[name](keras, folder)
     notes = arguments.pop("notes", lambda: None)
-    commits = folder / name
-    elastic = None if stage == "whole" else elastic_for(session, commits, 1 + (stage == "on"))
+    before = arguments.pop("before", lambda: None)
+    elastic = None if stage == "whole" else elastic_for(
+        name, session, folder / name, 1 + (stage == "on"))
     object.__setattr__(session, "elastic", elastic)
-    callbacks = [*arguments.pop("callbacks", []), Cut(keras, commits if stage == "cut" else folder)]
+    before()
+    asked = elastic.store.folder if stage == "cut" and session.world.rank == 1 else folder
+    callbacks = [*arguments.pop("callbacks", []), Cut(keras, asked)]
     config = hvdtrain.TrainConfig(epochs=EPOCHS, **settings)
     try:
         history = hvdtrain.fit(model, callbacks=callbacks, config=config, verbose=0, **arguments)
     except ChangedError:
-        assert stage == "cut"
+        assert stage == "cut"  # noqa: S101
         return
     assert stage != "cut"
     if session.world.is_chief:
         np.savez(folder / f"{name}.npz", *model.get_weights())
         (folder / f"{name}.json").write_text(json.dumps(
             {"history": history.history, "epoch": history.epoch, "notes": notes()}, default=float))
+    object.__setattr__(session, "elastic", None)
 
 
 def main():
