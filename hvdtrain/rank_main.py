@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from hvdtrain.bench.usage import start_usage
-from hvdtrain.commit_names import refuse_engine
+from hvdtrain.commit_names import ENDING_VARIABLE, refuse_engine
 from hvdtrain.config import TrainConfig
 from hvdtrain.engines.parameter_server import supervisor
 from hvdtrain.engines.parameter_server.child import world_of_child
@@ -55,7 +55,7 @@ def fit_by_allreduce(job: Job, config: TrainConfig, world: World, guarded: guard
     session = init(collective=config.collective, hang_timeout_s=config.hang_timeout_s,
                    timeline=config.timeline)
     result = run_job(job, config, session, dry_run=dry_run,
-                     stop_asked=lambda: guarded.stop.requested)
+                     stop_asked=lambda: guarded.stop.requested or ENDING_VARIABLE in os.environ)
     session.collective.barrier()
     return result
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+from hvdtrain.commit_names import COMMITS_VARIABLE, ENDING_VARIABLE, WORLD_VARIABLE
 from hvdtrain.errors import (
     EXIT_HOST_LOST,
     EXIT_MACHINE,
@@ -37,7 +38,6 @@ from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.running_job import GIVE_UP_S, JobEnd, RankEnd
 from hvdtrain.launch.worlds import Bar, Bars, change_text, next_world
 from hvdtrain.process import SignalInbox
-from hvdtrain.world.detect import COMMITS_VARIABLE, ENDING_VARIABLE, WORLD_VARIABLE
 
 _MEMORY = "/dev/shm"  # noqa: S108 - the folder is made for this user only
 _TICK_S, _SETTLE_S = 0.25, 1.0  # hosts that come together make one change

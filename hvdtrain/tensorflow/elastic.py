@@ -1,17 +1,25 @@
 """State that is copied from rank 0, committed to memory and restored; and `run`.
 
-The ranks of a job do not change while it runs: where one fails the job ends, with its error.
+In an elastic job (docs/elastic.md) ranks and hosts come and go between *worlds*: all ranks end, and
+new ones run the script again from its top. `run` then sets the state to the newest commit, which is
+in memory that outlives the ranks. In any other job the ranks stay the same, and where one fails the
+job ends with its error.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import os
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from hvdtrain.errors import CollectiveError, ConfigError
+from hvdtrain.commit_names import CHANGE, COMMITS_VARIABLE, WORLD_VARIABLE
+from hvdtrain.errors import EXIT_STOPPED, CheckpointError, CollectiveError, ConfigError
 from hvdtrain.optim import keras_seam
 from hvdtrain.optim.state import seed_variables, state_without_seeds
 from hvdtrain.tensorflow import current
@@ -21,7 +29,9 @@ from hvdtrain.tensorflow.functions import (
     broadcast_object,
     broadcast_object_fn,
     broadcast_variables,
+    written,
 )
+from hvdtrain.train.commits import CommitStore
 
 __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "State",
            "TensorFlowKerasState", "TensorFlowState", "broadcast_object", "broadcast_object_fn",
@@ -49,6 +59,7 @@ class State:
         self._bcast_object = bcast_object
         self._rank = get_rank
         self._reset_callbacks: list[Callable[[], None]] = []
+        self._commits = 0
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Add functions that `on_reset` calls."""
@@ -61,12 +72,35 @@ class State:
             callback()
 
     def commit(self) -> None:
-        """Keep a copy of the state in memory, for `restore`."""
+        """Keep a copy of the state in memory, for `restore`, and for the next world. All ranks.
+
+        Where hosts are added or leave, the process then ends, to go on from here.
+        """
         self.save()
+        if (folder := _folder()) is not None and os.environ["HOROVOD_LOCAL_RANK"] == "0":
+            self._commits += 1
+            values, arrays = self.kept()
+            CommitStore(folder).write(self._commits, written(values), arrays)
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Do nothing: the hosts of a job do not change."""
+        """End the process if hosts are added to the job or leave it. All ranks.
+
+        What was not committed is lost. In a job that is not elastic it does nothing.
+        """
+        folder = _folder()
+        if folder is not None and any(current.session().collective.gather_objects(
+                (folder / CHANGE).exists())):
+            raise SystemExit(EXIT_STOPPED)
+
+    def kept(self) -> tuple[Any, list[tuple[str, Any]]]:
+        """What was saved: a value that pickle can write, and arrays by name."""
+        raise ConfigError(f"{type(self).__name__} cannot be kept from one world of an elastic job "
+                          "to the next. Derive it from ObjectState, or give it kept() and take().")
+
+    def take(self, values: Any, arrays: Mapping[str, Any]) -> None:
+        """Set the state to what `kept` gave in a former world."""
+        raise NotImplementedError
 
     def save(self) -> None:
         """Keep a copy of the state in memory."""
@@ -114,6 +148,16 @@ class ObjectState(State):
             self._saved_state = self._bcast_object(self._saved_state)
             self._set_attrs()
 
+    def kept(self) -> tuple[Any, list[tuple[str, Any]]]:
+        """See `State.kept`."""
+        return self._saved_state, []
+
+    def take(self, values: Any, arrays: Mapping[str, Any]) -> None:
+        """See `State.take`."""
+        del arrays
+        self._saved_state = {**self._saved_state, **values}
+        self._set_attrs()
+
     def _set_attrs(self) -> None:
         for name, value in self._saved_state.items():
             setattr(self, name, value)
@@ -153,6 +197,22 @@ class TensorFlowState(ObjectState):
         """See `State.save`."""
         self._save_variables()
         super().save()
+
+    def kept(self) -> tuple[Any, list[tuple[str, Any]]]:
+        """See `State.kept`."""
+        return self._saved_state, [(str(number), np.ascontiguousarray(value))
+                                   for number, (_, value) in enumerate(self._values)]
+
+    def take(self, values: Any, arrays: Mapping[str, Any]) -> None:
+        """See `State.take`."""
+        tracked = self._tracked()
+        if [tuple(v.shape) for v in tracked] != [array.shape for array in arrays.values()]:
+            raise CheckpointError(
+                f"The commit has {len(arrays)} variables, this script {len(tracked)} or others. "
+                "The script must make the same model in each world.")
+        for variable, array in zip(tracked, arrays.values(), strict=True):
+            variable.assign(array)
+        super().take(values, arrays)
 
     def restore(self) -> None:
         """See `State.restore`."""
@@ -218,12 +278,34 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], None]) -> Callable[..., Any]:
-    """As `run`; `reset` is Horovod's, and not called, since the ranks of a job do not change."""
+    """As `run`; `reset` is Horovod's, and not called: a new world begins with new processes."""
     del reset
 
     @functools.wraps(func)
     def wrapper(state: State, *args: Any, **kwargs: Any) -> Any:
         current.session()  # refuses before `init`
+        _go_on(state)
         state.sync()
         return func(state, *args, **kwargs)
     return wrapper
+
+
+def _folder() -> Path | None:
+    """The folder of commits of an elastic job."""
+    found = os.environ.get(COMMITS_VARIABLE)
+    return Path(found) if found else None
+
+
+def _go_on(state: State) -> None:
+    """Set rank 0's state to the newest commit, and the number of commits on all. All ranks."""
+    folder = _folder()
+    if folder is None:
+        return
+    number = 0
+    if current.rank() == 0 and (newest := CommitStore(folder).newest()) is not None:
+        store, number = CommitStore(folder), newest
+        state.take(pickle.loads(store.about(newest)),  # noqa: S301 - of this script
+                   dict(store.arrays(newest)))
+    state._commits = current.session().collective.gather_objects(number)[0]
+    if os.environ.get(WORLD_VARIABLE, "1") != "1":
+        state.on_reset()

@@ -81,7 +81,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, session: Any = None, name: st
     mine = collective.rank == root
     if collective.size == 1:
         return obj
-    sent = collective.gather_objects(_written(obj) if mine else b"")[root]
+    sent = collective.gather_objects(written(obj) if mine else b"")[root]
     return obj if mine else pickle.loads(sent)  # noqa: S301 - from a rank of this job
 
 
@@ -104,9 +104,10 @@ def allgather_object(obj: Any, session: Any = None, name: str | None = None,
     if current.is_alone():
         return [obj]
     return [pickle.loads(sent)  # noqa: S301 - from ranks of this job
-            for sent in collective_of(process_set).gather_objects(_written(obj))]
+            for sent in collective_of(process_set).gather_objects(written(obj))]
 
 
-def _written(obj: Any) -> bytes:
+def written(obj: Any) -> bytes:
+    """An object as bytes, by cloudpickle."""
     written: bytes = require("cloudpickle", "sending objects between ranks").dumps(obj)
     return written

@@ -19,12 +19,6 @@ from hvdtrain.errors import WorldError
 from hvdtrain.hosts import cross_place, expand_counts, expand_hostlist
 
 STARTER_VARIABLE = "HVDTRAIN_STARTER"  # of starters that set HOROVOD_RANK, but horovodrun
-COMMITS_VARIABLE = "HVDTRAIN_COMMITS"
-"""Of an elastic job: the folder in memory where ranks commit their state."""
-WORLD_VARIABLE = "HVDTRAIN_WORLD"
-"""Of an elastic job: the number of this world, from 1."""
-ENDING_VARIABLE = "HVDTRAIN_ENDING"
-"""Of an elastic job with too few ranks: they save their state on disk and end."""
 HOSTS_VARIABLE = "HVDTRAIN_HOSTS"  # `HOST:SLOTS,...` in the order of the ranks, of our launcher
 Environ = Mapping[str, str]
 _ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
