@@ -322,7 +322,8 @@ class ElasticJob(NativeJob):
         ends = list(self.ends.values())
         asked = self._asked_s is not None and all(
             end.code in (0, EXIT_STOPPED) for end in ends)
-        stopped = self.why_stopped in ("signal", "timeout")
+        stopped = self.why_stopped in ("signal", "timeout") or (
+            self._asked_s is None and all(end.code == EXIT_STOPPED for end in ends))
         if stopped or self._ending or not any(end.code for end in ends):
             self._is_done = True
         elif not asked and self.why_stopped != "change":

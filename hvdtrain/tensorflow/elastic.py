@@ -200,7 +200,7 @@ class TensorFlowState(ObjectState):
 
     def kept(self) -> tuple[Any, list[tuple[str, Any]]]:
         """See `State.kept`."""
-        return self._saved_state, [(str(number), np.ascontiguousarray(value))
+        return self._saved_state, [(str(number), np.asarray(value, order="C"))
                                    for number, (_, value) in enumerate(self._values)]
 
     def take(self, values: Any, arrays: Mapping[str, Any]) -> None:

@@ -1,0 +1,206 @@
+"""Elastic trainings on this machine: a rank is killed, slots come and go, the result stays."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import preload
+from tests.ranks.test_documented import weights_of
+
+pytestmark = pytest.mark.slow
+
+JOB = """
+    import os, sys, time
+    import keras
+    import numpy as np
+    import hvdtrain
+
+    class Slow(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            time.sleep(0.05)
+            print("step", os.environ.get("HVDTRAIN_WORLD"), os.environ["HOROVOD_SIZE"],
+                  os.getpid(), file=sys.stderr, flush=True)
+
+    def model():
+        made = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, activation="tanh"),
+                                 keras.layers.Dense(3)])
+        made.compile(keras.optimizers.Adam(0.01), metrics=["accuracy"],
+                     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return made
+
+    def data():
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(200, 6)).astype("f4")
+        return x, (np.abs(x[:, 0] * 3).astype("i4") % 3)
+
+    def job():
+        return hvdtrain.Job(name="job", model=model, data=data, callbacks=lambda: [Slow()],
+                            config=hvdtrain.TrainConfig(
+                                batch_per_rank=8, epochs=8, lr_scaling="none",
+                                commit_every_steps=5, checkpoint_every_epochs=0))
+"""
+LOOP = """
+    import os, sys, time
+    import horovod.tensorflow as hvd
+    import numpy as np
+    import tensorflow as tf
+
+    hvd.init()
+    tf.keras.utils.set_random_seed(1)
+    model = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(1)])
+    optimizer = tf.keras.optimizers.Adam(0.01)
+    state = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0)
+    state.register_reset_callbacks([lambda: print("reset", file=sys.stderr)])
+    x = np.random.default_rng(0).normal(size=(96, 4)).astype("f4")
+
+    @hvd.elastic.run
+    def train(state):
+        while state.batch < 60:
+            begin = state.batch % 8 * 12
+            part = x[begin:begin + 12][hvd.rank()::hvd.size()]
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum((model(part) - part.sum(1, keepdims=True)) ** 2) / 12
+            tape = hvd.DistributedGradientTape(tape, op=hvd.Sum)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+            state.batch += 1
+            time.sleep(0.05)
+            print("step", os.environ.get("HVDTRAIN_WORLD"), hvd.size(), os.getpid(),
+                  file=sys.stderr, flush=True)
+            if state.batch % 4 == 0:
+                state.commit()
+
+    train(state)
+    if hvd.rank() == 0:
+        np.savez("out.npz", *[np.asarray(w) for w in model.get_weights()])
+"""
+
+
+class Run:
+    """An elastic launch in a folder, whose standard error is read as it comes."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.log = folder / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "hvdtrain", "launch", *words], cwd=folder, stdout=log,
+                stderr=log, env={**os.environ, **preload.environment()})
+
+    def steps(self) -> list[tuple[int, int, int]]:
+        """World, ranks and process of each step so far."""
+        lines = [line.partition("step ")[2].split() for line in self.log.read_text().splitlines()
+                 if "] step " in line]
+        return [(int(a), int(b), int(c)) for a, b, c in lines]
+
+    def until(self, world: int, steps: int) -> None:
+        limit = time.monotonic() + 120
+        while sum(step[0] == world for step in self.steps()) < steps:
+            assert time.monotonic() < limit, self.log.read_text()
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.05)
+
+    def end(self) -> int:
+        code = self.process.wait(120)
+        assert not [name for name in os.listdir("/dev/shm") if name.startswith(
+            f"hvdtrain-{os.geteuid()}-")]
+        return code
+
+
+def plain(folder: Path, script: str, *words: str) -> None:
+    """The same on three ranks that nothing disturbs."""
+    folder.mkdir()
+    (folder / "job.py").write_text(textwrap.dedent(script))
+    subprocess.run([sys.executable, "-m", "hvdtrain", "launch", "-np", "3", *words], cwd=folder,
+                   check=True, capture_output=True, timeout=120,
+                   env={**os.environ, **preload.environment()})
+
+
+def test_a_training_gives_the_same_with_other_ranks(tmp_path: Path) -> None:
+    """Three ranks, one of them killed, then two, then three again."""
+    (tmp_path / "job.py").write_text(textwrap.dedent(JOB))
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=3\n")
+    run = Run(tmp_path, "--hostfile", "hosts", "--watch", "--min-np", "1", "fit", "job.py")
+    run.until(1, 30)
+    os.kill(run.steps()[-1][2], signal.SIGKILL)
+    run.until(2, 18)
+    hosts.write_text("localhost slots=2\n")
+    run.until(3, 12)
+    hosts.write_text("localhost slots=3\n")
+    assert run.end() == 0, run.log.read_text()
+    sizes = {world: size for world, size, _ in run.steps()}
+    assert [sizes[world] for world in (1, 2, 3)] == [3, 3, 2]
+    text = run.log.read_text()
+    assert "failed: killed by SIGKILL" in text
+    assert "world 3: 2 ranks" in text
+    plain(tmp_path / "plain", JOB, "fit", "job.py")
+    weights, expected = (weights_of(folder / "runs/job/model.keras")
+                         for folder in (tmp_path, tmp_path / "plain"))
+    assert weights.keys() == expected.keys()
+    for name, other in expected.items():
+        np.testing.assert_allclose(weights[name], other, atol=1e-5)
+    ours, theirs = ([json.loads(line) for line in (
+        folder / "runs/job/metrics.jsonl").read_text().splitlines()]
+        for folder in (tmp_path, tmp_path / "plain"))
+    assert [line["epoch"] for line in ours] == list(range(1, 9))
+    np.testing.assert_allclose([line["loss"] for line in ours], [line["loss"] for line in theirs],
+                               rtol=1e-5)
+
+
+def test_a_horovod_loop_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(textwrap.dedent(LOOP))
+    run = Run(tmp_path, "-H", "localhost:3", "--min-np", "2", "run", "job.py")
+    run.until(1, 30)
+    os.kill(run.steps()[-1][2], signal.SIGKILL)
+    assert run.end() == 0, run.log.read_text()
+    assert run.log.read_text().count("] reset") == 3
+    assert {world for world, _, _ in run.steps()} == {1, 2}
+    plain(tmp_path / "plain", LOOP, "run", "job.py")
+    with np.load(tmp_path / "out.npz") as ours, np.load(tmp_path / "plain/out.npz") as theirs:
+        for name in theirs.files:
+            np.testing.assert_allclose(ours[name], theirs[name], atol=1e-6)
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["--min-np", "3", "--max-np", "2", "-H", "localhost:3"], "--min-np is 3 and --max-np 2"),
+    (["--min-np", "1", "--starter", "mpirun", "-np", "2"], "not by mpirun"),
+    (["--watch", "-np", "2"], "there is no"),
+    (["--host-discovery-script", "./no.sh"], "no.sh failed"),
+    (["--host-discovery-script", "./twice.sh"], "names a twice"),
+    (["--host-discovery-script", "./bad.sh"], "Cannot read '@@'"),
+    (["--min-np", "4", "-np", "2"], "at most 2 ranks"),
+])
+def test_what_cannot_be_is_told_in_one_line(words: list[str], told: str, tmp_path: Path) -> None:
+    for name, text in (("twice", "echo a:1; echo a:2"), ("bad", "echo @@")):
+        (tmp_path / f"{name}.sh").write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / f"{name}.sh").chmod(0o755)
+    done = subprocess.run([sys.executable, "-m", "hvdtrain", "launch", *words, "--", "true"],
+                          cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_world_that_is_never_reached_ends_with_a_code(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain", "launch", "--min-np", "3", "-H", "localhost:2",
+         "--elastic-timeout", "1", "--", sys.executable, "-c", "1 / 0"], cwd=tmp_path,
+        capture_output=True, text=True, check=False, timeout=100,
+        env={**os.environ, **preload.environment()})
+    assert done.returncode == 76
+    assert "fewer than --min-np 3 ranks for 1 s" in done.stderr
+
+
+def test_a_mistake_of_the_job_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(textwrap.dedent(JOB).replace('"f4")', '"f4") * np.nan'))
+    run = Run(tmp_path, "-H", "localhost:2", "--min-np", "1", "fit", "job.py")
+    assert run.end() == 5, run.log.read_text()
+    assert "world 2" not in run.log.read_text()
