@@ -28,7 +28,7 @@ from hvdtrain.errors import (
     EXIT_TOO_FEW,
     EXIT_USAGE,
 )
-from hvdtrain.hosts import Host, assign_ranks
+from hvdtrain.hosts import Host, assign_ranks, in_allocation
 from hvdtrain.launch.bring_up import why_ended
 from hvdtrain.launch.discovery import Discovery
 from hvdtrain.launch.link import AgentLink
@@ -142,7 +142,9 @@ class ElasticJob(NativeJob):
     def _start_agent(self, name: str, slots: int) -> None:
         peers = [host.name for host in self._discovery.hosts if host.name != name][:PEERS]
         local = self._is_local(name)
-        link = AgentLink(name, peers, None if local else self.plan.options.remote)
+        # Nodes of a Slurm job that the user has not named need no ssh.
+        link = AgentLink(name, peers, None if local else self.plan.options.remote,
+                         by_slurm=in_allocation(os.environ) and not self.plan.options.names_hosts)
         link.prepare()
         self._start(link)
         self._members[name] = _Member(link, slots, time.monotonic())

@@ -6,7 +6,7 @@ import re
 import shlex
 import signal
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from hvdtrain.collective_names import COLLECTIVE_VARIABLE
@@ -68,6 +68,8 @@ def make_plan(options: LaunchOptions, environ: Mapping[str, str], facts: LaunchF
     started instead; ConfigError is for the hosts and their slots.
     """
     _refuse_nested(environ)
+    if options.elastic.is_on:
+        options = replace(options, starter="native")
     hosts = hosts or read_hosts(options, environ)
     total, elastic = sum(host.slots for host in hosts), options.elastic
     np = total if options.np is None else options.np
@@ -109,9 +111,6 @@ def _refuse_with(starter: Starter, options: LaunchOptions, local: Collection[str
     if len(local) > 1:
         raise LaunchError(f"{', '.join(sorted(local))} are the same host. Name it once, with all "
                           "of its slots.")
-    if options.elastic.is_on and starter.name != "native":
-        raise LaunchError(f"An elastic job is of the starter native, but the starter is "
-                          f"{starter.name}. Add --starter native.")
     if options.preload and starter.name != "native":
         raise LaunchError(f"--preload is of the starter native, but the starter is {starter.name}. "
                           "Leave it out, or add --starter native.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,12 @@ class SlurmOptions:
     signal_before_s: int = setting(
         120, "Tell the ranks to stop so long before the time limit; 0: do not.",
         metavar="SECONDS", least=0, most=65535)
+    elastic: bool = setting(
+        False, "Go on with the nodes that remain when one is lost, and with those that come back "
+        "(docs/elastic.md).")
+    min_np: int | None = setting(
+        None, "With `--elastic`: fewest ranks with which the job goes on.", option="--min-np",
+        metavar="N", unset="1", least=1)
     requeue: bool = setting(True, "Go on by itself after a stop and after a preemption.")
     max_requeues: int = setting(50, "So often at most.", least=0)
     wait_s: int | None = setting(
@@ -107,6 +114,8 @@ class SlurmOptions:
                 raise ConfigError(f"--extra is {raw!r}: {error}. Slurm would refuse the "
                                   "script.") from None
         self._check_ranks()
+        if self.min_np is not None and not self.elastic:
+            raise ConfigError("--min-np is of an elastic job. Add --elastic, or leave it out.")
         limit_s = time_limit_s(self.time or "0")
         # Slurm may send the signal up to a minute early.
         if self.signal_before_s and 0 < limit_s <= self.signal_before_s + 60:
@@ -150,11 +159,13 @@ def make_script(options: SlurmOptions, command: RankCommand, *,
     overwrites = resumes and "--overwrite" in command.words
     # `--overwrite` is for the first start only; later ones resume.
     rank = command.without("--overwrite") if overwrites else command
-    argv = rank.argv
-    if not command.is_program and options.program is not None:
-        argv = (options.program, *rank.words)
-    elif not command.is_program and options.venv is not None:
-        argv = (str(options.venv / "bin" / "python"), "-m", "hvdtrain", *rank.words)
+    own = (options.program,) if options.program is not None else (
+        str(options.venv / "bin" / "python") if options.venv is not None else sys.executable,
+        "-m", "hvdtrain")
+    argv = rank.words if command.is_program else (*own, *rank.words)
+    if options.elastic:
+        argv = (*own, "launch", "--min-np", str(options.min_np or 1),
+                *(["--"] if command.is_program else []), *rank.words)
     values = vars(options) | {
         "job_name": options.job_name or command.name, "ntasks_per_node": options.ranks_per_node,
         # Keep what the job wrote before it was requeued.

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import VirtualHosts
+from tests.cluster.slurm import PrivateSlurm
 from tests.cluster.test_launch_hosts import assert_gone
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,6 +168,30 @@ def test_what_is_killed_is_replaced(victim: str, hosts: VirtualHosts) -> None:
     job.until(job.world_is_up(3, after=first), 60)
     assert min(one[4] for one in job.ranks() if one[3] > first) > 0
     assert job.end() == 0
+
+
+def test_nodes_of_a_slurm_job(slurm: PrivateSlurm, hosts: VirtualHosts, tmp_path: Path) -> None:
+    mark = f"mark{uuid.uuid4().hex}"
+    done = slurm.run([sys.executable, "-m", "hvdtrain", "slurm", "--submit", "--nodes", "2",
+                      "--ntasks-per-node", "1", "--elastic", "--min-np", "2", "--",
+                      sys.executable, str(RANK), mark, "150"], cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    number = int(done.stdout.splitlines()[-1])
+    log = tmp_path / f"slurm-{number}.out"
+
+    def ups() -> list[tuple[str, ...]]:
+        return UP.findall(log.read_text()) if log.exists() else []
+    limit = time.monotonic() + 90
+    while len(ups()) < 2 or time.monotonic() < limit - 88:
+        assert time.monotonic() < limit, log.read_text() if log.exists() else slurm.state(number)
+        time.sleep(0.1)
+    victims = [pid for pid, command in hosts.processes("hostb", mark).items()
+               if str(RANK) in command and "srun" not in command]
+    os.kill(max(victims), signal.SIGKILL)
+    assert slurm.wait(number)["JobState"] == "COMPLETED", log.read_text()
+    assert {(up[1], up[2], up[3]) for up in ups()} == {
+        ("2", host, world) for host in ("hosta", "hostb") for world in ("1", "2")}
+    assert_gone(hosts, mark)
 
 
 def pid_of(job: Job, what: str) -> int:
