@@ -195,6 +195,35 @@ def test_training_on_one_rank_is_that_of_keras(hvd, keras):
     assert history.history["lr"] == pytest.approx([0.1, 0.1])
 
 
+@pytest.mark.parametrize("variant", ["tensorflow", "keras", "partial"])
+def test_each_variant_of_the_optimizer_passes_all_arguments_on(variant, hvd, keras):
+    import hvdtrain.keras as hvk
+    from hvdtrain.optim import ReducerOptions
+    from hvdtrain.optim.distributed import state_of
+    make = {"tensorflow": hvd.DistributedOptimizer, "keras": hvk.DistributedOptimizer,
+            "partial": hvk.PartialDistributedOptimizer}[variant]
+    optimizer = make(
+        keras.optimizers.SGD(), name="mine", device_dense="/cpu:0", device_sparse="/cpu:1",
+        compression=hvd.Compression.fp16, sparse_as_dense=True, backward_passes_per_step=3,
+        gradient_predivide_factor=2.0, groups=2, scale_local_gradients=False)
+    found = state_of(optimizer)
+    assert found.name.startswith("mine.")
+    assert optimizer.gradient_accumulation_steps == 3
+    assert found.options == ReducerOptions(
+        device_dense="/cpu:0", device_sparse="/cpu:1", compression="fp16", sparse="dense",
+        factor=3.0, predivide=2.0, groups=2)
+    optimizer = make(keras.optimizers.SGD(), op=hvd.Sum, backward_passes_per_step=3,
+                     average_aggregated_gradients=True)
+    assert state_of(optimizer).options == ReducerOptions(op="sum", scale_local=True)
+    assert make(optimizer, op=hvd.Sum, backward_passes_per_step=3,
+                average_aggregated_gradients=True) is optimizer  # again, with the same
+    with pytest.raises(Exception, match="is distributed already"):
+        make(optimizer)
+    with pytest.warns(DeprecationWarning, match="groups"):
+        optimizer = make(keras.optimizers.SGD(), num_groups=4)
+    assert state_of(optimizer).options.groups == 4
+
+
 def test_a_used_tensorflow_is_a_warning_on_cpus_only(monkeypatch, caplog):
     import tensorflow as tf
 

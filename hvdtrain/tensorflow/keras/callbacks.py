@@ -227,7 +227,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     """
 
     def __init__(self, initial_lr: float, multiplier: float | Callable[[float], float],
-                 start_epoch: int = 0, end_epoch: int | None = None, staircase: bool = True,
+                 start_epoch: float = 0, end_epoch: float | None = None, staircase: bool = True,
                  momentum_correction: bool = True, steps_per_epoch: int | None = None) -> None:
         super().__init__()
         if initial_lr is None:
@@ -322,9 +322,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             epoch += 1 / (self.steps_per_epoch or 1)  # round numbers at the ends of epochs
             size = current.size()
             return (epoch * (size - 1) / warmup_epochs + 1) / size
-        super().__init__(initial_lr, multiplier, end_epoch=warmup_epochs,  # type: ignore[arg-type]
-                         staircase=False, momentum_correction=momentum_correction,
-                         steps_per_epoch=steps_per_epoch)
+        super().__init__(initial_lr, multiplier, end_epoch=warmup_epochs, staircase=False,
+                         momentum_correction=momentum_correction, steps_per_epoch=steps_per_epoch)
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
