@@ -69,7 +69,9 @@ def adapter_of(x: Any, y: Any = None, sample_weight: Any = None, *,
         return given
     adapter = (ArrayAdapter(given, part, batch_ranks, seed=seed)
                if isinstance(given, data_adapters.ArrayDataAdapter) else
-               RankAdapter(given, part, batch_ranks, before_decoding=before_decoding))
+               RankAdapter(given, part, batch_ranks, before_decoding=before_decoding,
+                           batches=None if steps is None or name == "training" else
+                           steps * batch_ranks))
     adapter.name, adapter.steps_per_epoch = name, steps
     return adapter
 
@@ -134,9 +136,14 @@ class RankAdapter(DataAdapter):  # type: ignore[misc]
     has_partial_batch = partial_batch_size = None
     places = staticmethod(in_turn)
 
-    def __init__(self, given: Any, part: Part, growth: int, *, before_decoding: bool) -> None:
+    def __init__(self, given: Any, part: Part, growth: int, *, before_decoding: bool,
+                 batches: int | None = None) -> None:
         self._given, self._part, self._growth = given, part, growth
         self._whole = given.get_tf_dataset()
+        if batches is not None and isinstance(given, data_adapters.GeneratorDataAdapter):
+            # A generator goes on in the next evaluation. What it had made ahead is lost to it then:
+            # on each rank other batches, if it is more than what is used.
+            self._whole = self._whole._input_dataset.take(batches)  # before Keras' prefetch
         self._divided = divided(self._whole, part, batches_per_step=growth,
                                 before_decoding=before_decoding)
         self.weighted = self._divided.weighted

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -21,8 +22,8 @@ def _run(folder, *command):
 
 @pytest.fixture(scope="session")
 def scripts_run(tmp_path_factory):
-    """Runs scripts, once, in one process (`ranks` 0) or one launch; gives two folders: of what
-    they have made, and in which they have run.
+    """Runs scripts, once, each in one process (`ranks` 0) or all in one launch; gives two folders:
+    of what they have made, and in which they have run.
     """
     top = tmp_path_factory.mktemp("scripts")
     (top / "data").mkdir()
@@ -34,8 +35,14 @@ def scripts_run(tmp_path_factory):
         folder, out = place / "work", place / "made"
         shutil.copytree(top / "data", folder)
         out.mkdir()
-        program = (sys.executable, script_runs.__file__, what, out, *names)
-        launch = (sys.executable, "-m", "hvdtrain", "launch", "-np", ranks, "--")
-        _run(folder, *([*launch, *program] if ranks else preload.forked(*program)))
+        program = (sys.executable, script_runs.__file__, what, out)
+        if ranks:
+            _run(folder, sys.executable, "-m", "hvdtrain", "launch", "-np", ranks, "--", *program,
+                 *names)
+            return out, folder
+        half = len(names) // 2  # two processes, as there are two cores
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda some: _run(folder, *preload.forked(*program, *some)),
+                             (names[:half], names[half:])))
         return out, folder
     return run

@@ -4,6 +4,8 @@ Every kind of data and every argument that Keras takes, on two and three ranks: 
 figures and predictions are those of one process with the same batch.
 """
 
+import time
+
 import numpy as np
 import pytest
 
@@ -687,3 +689,25 @@ def test_a_model_whose_step_calls_it_with_something_else(rank_session, keras, tf
         expected = plain.fit(x, batch_size=8, epochs=2, shuffle=False, verbose=0)
     history = hvdtrain.distribute(ours).fit(x, batch_size=8, epochs=2, shuffle=False, verbose=0)
     assert_like_plain(ours, plain, history, expected)
+
+
+@TWO
+def test_a_generator_goes_on_in_the_next_validation_where_all_ranks_have_ended(rank_session):
+    """Each validation begins with the first two batches, which Keras has looked at."""
+    import keras
+
+    import hvdtrain
+
+    def numbered():
+        for number in range(1_000):
+            time.sleep(0.002 * rank_session.world.rank)
+            yield np.full((4, 2), number, "f4"), np.zeros((4, 1), "f4")
+
+    model = hvdtrain.distribute(keras.Sequential([
+        keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")]))
+    model.compile(keras.optimizers.SGD(0.0), "mae")
+    history = model.fit(np.ones((8, 2)), np.ones((8, 1)), epochs=3, verbose=0,
+                        validation_data=numbered(), validation_steps=3)
+    found = [round(value * 3 / 2, 4) for value in history.history["val_loss"]]
+    assert rank_session.collective.gather_objects(found) == [found] * 2
+    assert found == [0 + 1 + 2, 0 + 1 + 3, 0 + 1 + 4]
