@@ -114,8 +114,7 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
                     among="horovod" * ((horovod_way or timeline is not None) and world.size > 1))
     require("tensorflow", "training")
     require("keras", "training")
-    from hvdtrain.train import devices
-    from hvdtrain.train.elastic import Elastic
+    from hvdtrain.train import devices, elastic
     plan = devices.pin(world, env, late=horovod_way)
     if choice.name == "horovod-gloo":
         env.update(bootstrap(world, env))
@@ -135,7 +134,7 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
         guard=guard,
         watchdog=start_watchdog(world, progress, made.gather_objects,
                                 hang_timeout_s=hang_timeout_s, environ=env),
-        asked_collective=collective, timeline=timeline, elastic=Elastic.of(env, world))
+        asked_collective=collective, timeline=timeline, elastic=elastic.Elastic.of(env, world))
     _current.append(session)
     use(made)
     if world.size > 1:
