@@ -140,8 +140,8 @@ class Coordinator(keras.callbacks.CallbackList):
             return
         commits = self._commits
         if self._steps_seen == 0:
-            if batch and batch == self._skipped:
-                commits.save(self._epoch, batch)
+            if (begin := self._run.begin).samples and self._epoch == begin.epoch:
+                commits.save(self._epoch, batch, begin=begin)
             self._progress.enter("building the first step")
         else:
             self._progress.advance(self._steps_seen + 1)

@@ -191,7 +191,7 @@ def load_commit(store: CommitStore, steps: int, model: Any) -> RunState | None:
         variable.assign(np.array(value))  # a copy: TensorFlow may keep the memory it is given
     left = iter(values[len(variables):])
     for each in divided:
-        each.loaded = [next(left) for _ in range(each.count)]
+        each.loaded = [np.array(next(left)) for _ in range(each.count)]
         each.take(each.loaded)
     found: RunState = about["state"]
     return found

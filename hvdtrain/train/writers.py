@@ -141,8 +141,11 @@ class Commits:
         if self._elastic is not None:
             self._elastic.steps = self._steps_before + steps
 
-    def save(self, epoch: int, step: int = 0) -> None:
-        """Commit so many epochs and steps of the next, if the run has commits. All ranks."""
+    def save(self, epoch: int, step: int = 0, *, begin: RunState | None = None) -> None:
+        """Commit so many epochs and steps of the next, if the run has commits. All ranks.
+
+        `begin`: nothing was trained since; its samples need not be those before a step.
+        """
         run, elastic, collective = self._run, self._elastic, self._run.session.collective
         self.is_asked = False
         if elastic is None:
@@ -151,6 +154,8 @@ class Commits:
         with run.session.progress.phase("committing"):
             reached = dataclasses.replace(state_of_run(run, epoch, step), history={
                 "epoch": list(self._history.epoch), "history": dict(self._history.history)})
+            if begin is not None:
+                reached = dataclasses.replace(reached, samples=begin.samples, metrics=begin.metrics)
             if not elastic.one_host:
                 keeps = elastic.writes
                 reached = collective.gather_objects(
