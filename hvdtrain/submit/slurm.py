@@ -78,7 +78,7 @@ class SlurmOptions:
         metavar="SECONDS", least=0, most=65535)
     elastic: bool = setting(
         False, "Go on with the nodes that remain when one is lost, and with those that come back "
-        "(docs/elastic.md).")
+        "(docs/elastic.md).", option="--elastic")
     min_np: int | None = setting(
         None, "With `--elastic`: fewest ranks with which the job goes on.", option="--min-np",
         metavar="N", unset="1", least=1)

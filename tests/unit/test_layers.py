@@ -28,7 +28,7 @@ LAYERS = {
     "zoo": ("zoo",),
     "build": ("build_horovod",),
     "train": ("train", "session"),
-    "horovod names": ("tensorflow", "keras"),
+    "horovod names": ("tensorflow", "keras", "elastic"),
     "engines": ("engines",),
     "script": ("script",),
     "entry": ("entry", "rank_main", "doctor.allreduce_probe",
