@@ -28,7 +28,7 @@ def run_program(flag: str, what: str, argv: Sequence[str]) -> dict[str, Any]:
     sys.modules["__main__"] = main = ModuleType("__main__")
     main.__dict__.update(__annotations__={}, __builtins__=__builtins__)
     if flag == "-c":
-        exec(compile(what, "<string>", "exec"), main.__dict__)  # noqa: S102
+        exec(compile(what, "<string>", "exec", dont_inherit=True), main.__dict__)  # noqa: S102
     elif flag == "-m":
         if importlib.util.find_spec(what.partition(".")[0]) is None:
             sys.exit(f"{sys.executable}: No module named {what}")
@@ -37,7 +37,8 @@ def run_program(flag: str, what: str, argv: Sequence[str]) -> dict[str, Any]:
         path = os.path.join(os.getcwd(), what)
         main.__dict__.update(__file__=path, __cached__=None,
                              __loader__=SourceFileLoader("__main__", path))
-        exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)  # noqa: S102
+        code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+        exec(code, main.__dict__)  # noqa: S102
     return main.__dict__
 
 

@@ -59,6 +59,7 @@ class Session:
 
 _current: list[Session] = []
 _at_shutdown: list[Callable[[], None]] = []
+_was_started: list[bool] = []
 _seeded: list[Session] = []
 """The session whose ranks have agreed on seeds."""
 
@@ -135,11 +136,16 @@ def init(*, collective: str = "auto", hang_timeout_s: float = TrainConfig.hang_t
         watchdog=start_watchdog(world, progress, made.gather_objects,
                                 hang_timeout_s=hang_timeout_s, environ=env),
         asked_collective=collective, timeline=timeline, elastic=elastic.Elastic.of(env, world))
-    _current.append(session)
-    use(made)
+    _remember(session)
     if world.size > 1:
         _prepare_keras(session, horovod_way=horovod_way)
     return session
+
+
+def _remember(session: Session) -> None:
+    _current.append(session)
+    _was_started[:] = [True]
+    use(session.collective)
 
 
 def _prepare_keras(session: Session, *, horovod_way: bool) -> None:
@@ -184,6 +190,11 @@ def _allow_horovod_way(session: Session) -> None:
 def started() -> Session | None:
     """The session of this process, or None before `init` and after `shutdown`."""
     return _current[0] if _current else None
+
+
+def was_started() -> bool:
+    """Whether there is, or was, a session in this process."""
+    return bool(_was_started)
 
 
 def session_for(config: TrainConfig) -> Session:

@@ -47,7 +47,6 @@ MARK = b"HVDTRAIN-AGENT "
 _PR_SET_PDEATHSIG, _SIOCGIFADDR = 1, 0x8915
 _DISCARD_PORT = 9
 _CHUNK = 65536
-_FIRST_LEASE_S = 60
 _EXIT_NOT_STARTED = 127  # as in `errors.py`, which is not on that host
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 _CUT_OFF_GRACE_S = 3.0  # ranks whose host is cut off cannot agree to stop
@@ -65,10 +64,11 @@ class Agent:
             "stdin": subprocess.DEVNULL if work["stdin"] is None else work["stdin"],
             "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         self._kill_at: float | None = None
+        self._is_cut_off = False
         self._wake_read, self._wake_write = os.pipe()
 
-    def run(self) -> None:
-        """Start the ranks and serve them to their end."""
+    def run(self) -> bool:
+        """Start the ranks and serve them to their end; returns whether the launcher is there."""
         self._watch(0, self._read_control)
         self._watch(self._wake_read, self._lose_launcher)
         signal.signal(signal.SIGALRM, self._lease_is_over)
@@ -84,10 +84,12 @@ class Agent:
                 self._signal_all(signal.SIGKILL)
                 self._kill_at = None
         signal.alarm(0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
         self._host.tell("idle")
+        return not self._is_cut_off
 
     def _watch(self, descriptor: int, action: Callable[[], object]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, action)
@@ -204,6 +206,7 @@ class Agent:
 
     def _lose_launcher(self) -> None:
         os.read(self._wake_read, 1)
+        self._is_cut_off = True
         self._end_ranks(min(_CUT_OFF_GRACE_S, self._work["grace_s"]))
 
     def _end_ranks(self, grace_s: float) -> None:
@@ -295,10 +298,11 @@ def main() -> None:
         while (line := _waited(host)) and (text := _read(int(line))):
             work = json.loads(text)
             host.begin(work)
-            if work["ranks"]:
-                Agent(work, host).run()
-            else:
+            host.lease_s = work["lease_s"]
+            if not work["ranks"]:
                 host.prepare(work)
+            elif not Agent(work, host).run():
+                break  # it would miss what follows
     finally:
         host.close()
 
@@ -307,10 +311,13 @@ def _waited(host: Host) -> bytes:
     """The size of the next work; empty where the launcher has ended, or wants nothing more."""
     line = b"{}\n"
     while line.startswith(b"{"):  # `{}` renews the lease while the launcher waits for other hosts
-        signal.alarm(_FIRST_LEASE_S)
+        signal.alarm(host.lease_s)
         line = _read()
-        if line.startswith(b"{"):
-            host.obey(json.loads(line))
+        told = json.loads(line) if line.startswith(b"{") else {}
+        host.obey(told)
+        if told.get("signal") == signal.SIGSTOP:  # the launcher stops too
+            signal.alarm(0)
+            line = _read()
     signal.alarm(0)
     return line
 

@@ -4,15 +4,19 @@ Standard library only. `launch/link.py` sends both files as one program, this on
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
 import subprocess
+import sys
 import time
 import types
 from typing import Any
 
 _COMMIT, _CHANGE, _OWNER = "commit-", "change", "owner"
+_TAKE_S = 10.0
+FIRST_LEASE_S = 60
 
 
 class Host:
@@ -20,6 +24,7 @@ class Host:
 
     def __init__(self, keeper: int) -> None:
         self.client = types.ModuleType("client")
+        self.lease_s = FIRST_LEASE_S
         self._keeper = keeper
         self._preloader: Any = None
         self._commits = ""
@@ -30,9 +35,7 @@ class Host:
             exec(work["preload"]["client"], self.client.__dict__)  # noqa: S102 - of our launcher
         commits = work.get("commits", "")
         if commits and not self._commits:
-            os.makedirs(commits, mode=0o700, exist_ok=True)
-            if os.stat(commits).st_uid != os.geteuid():
-                raise PermissionError(f"{commits} belongs to another user")
+            _take_folder(commits, work["grace_s"] + _TAKE_S)
             self._commits = commits
             self.tell_keeper(f"={work['keep_s']} {commits}")
         if self._commits:
@@ -76,14 +79,16 @@ class Host:
             with open(os.path.join(self._commits, _CHANGE), "w", encoding="ascii"):
                 pass
         if told.get("forget") and self._commits:
-            self.tell_keeper("=0 ")
             _remove(self._commits)
+            self.tell_keeper("=0 ")
             self._commits = ""
 
     def tell(self, kind: str) -> None:
         """Tell the launcher of an elastic job, with the newest commit."""
         if self._commits:
-            names = [name for name in os.listdir(self._commits) if name.startswith(_COMMIT)]
+            names = []
+            with contextlib.suppress(FileNotFoundError):
+                names = [name for name in os.listdir(self._commits) if name.startswith(_COMMIT)]
             newest = max((int(name.removeprefix(_COMMIT)) for name in names), default=0)
             send({"type": kind, "commit": newest})
 
@@ -96,6 +101,27 @@ class Host:
         """End what was started."""
         if self._preloader is not None:
             self._preloader.close()
+
+
+def _take_folder(folder: str, limit_s: float) -> None:
+    """Make a folder, and lock it for this agent; the ranks of a former one may still be ending."""
+    until = time.monotonic() + limit_s
+    while True:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        found = os.fstat(held)
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            sys.exit(f"{folder} is not a folder of this user alone")
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this agent ends
+            if os.path.samestat(found, os.lstat(folder)):
+                return
+        os.close(held)
+        if time.monotonic() > until:
+            sys.exit("another launcher runs the same elastic job, with this command in this "
+                     "folder; wait for its end, or use another folder")
+        time.sleep(0.1)
 
 
 def _remove(folder: str) -> None:

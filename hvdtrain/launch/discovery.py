@@ -104,7 +104,7 @@ def _read_changing(path: Path) -> tuple[Host, ...]:
     """A hostfile that another program writes; it may name no host for a while."""
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"Cannot read the hostfile {path}: {error}.") from None
     if not any(line.partition("#")[0].strip() for line in text.splitlines()):
         return ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from functools import cache
 
 from hvdtrain.launch.discovery import Discovery
 from hvdtrain.launch.facts import is_this_host
@@ -33,7 +34,8 @@ def launch(plan: LaunchPlan, discovery: Discovery | None = None) -> int:
     """
     native = plan.starter == "native"
     output = RankOutput(plan.np, out=sys.stdout, err=sys.stderr, directory=plan.options.output,
-                        verbose=plan.options.verbose, live=native and plan.np == 1)
+                        verbose=plan.options.verbose,
+                        live=native and plan.np == 1 and discovery is None)
     try:
         if discovery is not None:
             end = _launch_elastic(plan, output, discovery)
@@ -64,9 +66,9 @@ def _launch_elastic(plan: LaunchPlan, output: RankOutput, discovery: Discovery) 
     # Imported here: few jobs need it.
     from hvdtrain.launch.elastic import ElasticJob
     env = _environment(plan) | {STARTER_VARIABLE: "native"}
+    is_own = cache(lambda name: name in plan.local_hosts or is_this_host(name))
     with SignalInbox(WITH_STOP) as inbox:
-        return ElasticJob(plan, output, env, discovery, lambda name: (
-            name in plan.local_hosts or is_this_host(name))).run(inbox)
+        return ElasticJob(plan, output, env, discovery, is_own).run(inbox)
 
 
 def _environment(plan: LaunchPlan) -> dict[str, str]:

@@ -173,6 +173,10 @@ class AgentLink:
         if self._process is not None:
             self.start_sending()
 
+    def has_ended(self) -> bool:
+        """Whether the process has ended, or was never there."""
+        return self._process is None or self._process.poll() is not None
+
     def reap(self, limit_s: float) -> int | None:
         """Wait for the exit code of the process, which is killed at the limit."""
         process = self._process

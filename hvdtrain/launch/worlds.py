@@ -14,6 +14,7 @@ from hvdtrain.hosts import Host
 
 _CALM_S = 60.0
 _FIRST_BAR_S, _LONGEST_BAR_S = 10.0, 600.0
+_FAILURES_OF_A_PLACE = 2
 
 
 @dataclass(kw_only=True)
@@ -49,10 +50,12 @@ class Bars:
         bar = self.hosts.get(host.name)
         if bar is not None and bar.until_s > now_s:
             return 0
-        # Which GPU a rank takes follows from its place, so that a number is left out only.
-        barred = sum(name == host.name and place < host.slots and one.until_s > now_s
-                     for (name, place), one in self.slots.items())
-        return host.slots - barred
+        barred = [(place, one.failures) for (name, place), one in self.slots.items()
+                  if name == host.name and place < host.slots and one.until_s > now_s]
+        # Which GPU a rank takes follows from its place among those of its host: with one rank
+        # less it may take the same again. If that fails too, only places before it are left.
+        again = [place for place, failures in barred if failures > _FAILURES_OF_A_PLACE]
+        return min([host.slots - len(barred), *again])
 
     def next_s(self, now_s: float) -> float | None:
         """When the next bar ends."""
@@ -71,7 +74,8 @@ def next_world(hosts: Sequence[Host], commits: Mapping[str, int], former: Iterab
         least: Integer, the fewest ranks.
         most: Integer, the most ranks, or None.
 
-    A host with the newest commit is the first, and so has rank 0, which loads it. Hosts of the
+    A host with the newest commit is the first, and so has rank 0, which loads it; without one there
+    is no world. Hosts of the
     former world keep their order and come before new ones.
     """
     newest, order = max(commits.values(), default=0), list(former)
@@ -85,7 +89,8 @@ def next_world(hosts: Sequence[Host], commits: Mapping[str, int], former: Iterab
         left -= used
         if used:
             found.append(Host(host.name, used))
-    return tuple(found) if sum(host.slots for host in found) >= least else ()
+    has_newest = not newest or any(commits.get(host.name) == newest for host in found)
+    return tuple(found) if has_newest and sum(host.slots for host in found) >= least else ()
 
 
 def change_text(before: Sequence[Host], after: Sequence[Host]) -> str:

@@ -20,6 +20,7 @@ from hvdtrain.optim.keras_seam import (
     hooked,
     leaf_optimizers,
     set_on_instance,
+    variable_key,
 )
 
 MOMENTS = "_moments"
@@ -65,6 +66,11 @@ def compiled_settings_kept(model: Any) -> Iterator[None]:
 def learned_weights(model: Any) -> list[Any]:
     """The weights that gradients update, or would if they were not frozen."""
     return [v for layer in model._flatten_layers() for v in layer._trainable_variables]
+
+
+def weights_key(model: Any) -> tuple[str | None, ...]:
+    """What changes if a model gets other weights, as by `quantize` or a new layer."""
+    return tuple(map(variable_key, model.weights))
 
 
 def metrics_are_built(model: Any) -> bool:

@@ -7,6 +7,8 @@ They are replaced on Keras' classes, so that models of every class are served, a
 from __future__ import annotations
 
 import functools
+import importlib
+import itertools
 import os
 import sys
 import zlib
@@ -20,21 +22,33 @@ import tensorflow as tf
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import ConfigError, RanksDifferError
 from hvdtrain.optim.state import digests
-from hvdtrain.script.inside import inside, is_inside, replace_attribute
+from hvdtrain.script.inside import (
+    SAVING,
+    inside,
+    is_inside,
+    is_saving,
+    replace_attribute,
+)
 from hvdtrain.session import Session
 from hvdtrain.train import keras_door
 from hvdtrain.train.chief import is_alone, needs_all, on_chief
-from hvdtrain.train.distribute import save_on_chief
+from hvdtrain.train.coordinator import Coordinator
+from hvdtrain.train.distribute import is_training_alone, save_on_chief
 
 _DIVIDED = ("fit", "evaluate", "predict")
 _SAVED = ("save", "save_weights", "export")
 _CHIEF_WRITES = ((tf.train.Checkpoint, "save"), (tf.train.Checkpoint, "write"),
                  (tf.train.CheckpointManager, "save"), (tf.saved_model, "save"))
 """What of TensorFlow writes files: the chief does it, and all ranks get its result."""
+_KERAS = ("keras", "keras._tf_keras.keras")  # the modules of `tf.keras` are others
 
 
-def install(session: Session, config: TrainConfig) -> Callable[[], None]:
-    """Open the doors of a plain script; gives a function that closes them. All ranks."""
+def install(session: Session, config: TrainConfig, settle: Callable[[], None]
+            ) -> Callable[[], None]:
+    """Open the doors of a plain script; gives a function that closes them. All ranks.
+
+    `settle` ends a loop with a tape that the script has left (`loops`).
+    """
     with ExitStack() as stack:
         def put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
             original = getattr(owner, name)
@@ -42,13 +56,17 @@ def install(session: Session, config: TrainConfig) -> Callable[[], None]:
                 make(original))))
 
         for name in _DIVIDED:
-            put(keras.Model, name, functools.partial(_divided, getattr(keras_door, name), config))
+            put(keras.Model, name, functools.partial(
+                _divided, getattr(keras_door, name), config, session, settle))
         for name in _SAVED:
-            put(keras.Model, name, functools.partial(_saved, session))
+            put(keras.Model, name, functools.partial(_saved, session, settle))
         if session.world.size > 1:
             put(keras.Model, "train_on_batch", _refused)
-            for module in (keras.saving, keras.models):
-                put(module, "save_model", _through_save)
+            for name, part in itertools.product(_KERAS, ("saving", "models")):
+                module = importlib.import_module(f"{name}.{part}")
+                put(module, "save_model", functools.partial(_through, "save"))
+                if hasattr(module, "save_weights"):
+                    put(module, "save_weights", functools.partial(_through, "save_weights"))
             for owner, name in _CHIEF_WRITES:
                 put(owner, name, functools.partial(_on_chief, session))
             for layer in {kind for kind in vars(keras.layers).values()
@@ -61,41 +79,66 @@ def install(session: Session, config: TrainConfig) -> Callable[[], None]:
         return stack.pop_all().close
 
 
-def _divided(door: Callable[..., Any], config: TrainConfig, original: Any) -> Callable[..., Any]:
+def _divided(door: Callable[..., Any], config: TrainConfig, session: Session,
+             settle: Callable[[], None], original: Any) -> Callable[..., Any]:
     def method(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_inside() or is_alone():
+        strategy = tf.distribute.has_strategy() or (
+            getattr(model, "_distribute_strategy", None) is not None)
+        if is_inside() or is_alone() or is_training_alone() or isinstance(
+                kwargs.get("callbacks"), Coordinator) or (
+                strategy and session.world.size == 1):
             return original(model, *args, **kwargs)
-        _refuse_strategy(model)
+        if strategy:
+            raise ConfigError(
+                "The model was made within a tf.distribute strategy. Each rank of hvdtrain has one "
+                "device: take the strategy and its scope() out of the script.")
+        settle()
         with inside(original.__name__):
             return door(model, *args, config=config, **kwargs)
     return method
 
 
-def _saved(session: Session, original: Any) -> Callable[..., Any]:
+def _saved(session: Session, settle: Callable[[], None], original: Any) -> Callable[..., Any]:
     def method(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_inside() or is_alone():
+        if is_saving() or is_alone():
             return original(model, filepath, *args, **kwargs)
-        with inside(original.__name__):
+        if not is_inside():
+            settle()
+        with inside(SAVING):
             return save_on_chief(model, functools.partial(original, model), session, filepath,
                                  *args, **kwargs)
     return method
 
 
-def _through_save(original: Any) -> Callable[..., Any]:
-    def save_model(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_inside() or is_alone():
+def _through(method: str, original: Any) -> Callable[..., Any]:
+    """A function that saves a model, by the model's own method."""
+    def function(model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_saving() or is_alone():
             return original(model, filepath, *args, **kwargs)
-        return model.save(filepath, *args, **kwargs)
-    return save_model
+        return getattr(model, method)(filepath, *args, **kwargs)
+    return function
 
 
 def _on_chief(session: Session, original: Any) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
-        if is_inside() or is_alone():
+        if is_saving() or is_alone():
             return original(*args, **kwargs)
-        with inside("saving"), needs_all("saves"):
-            return on_chief(session.collective, lambda: _plain(original(*args, **kwargs)))
+        with inside(SAVING), needs_all("saves"):
+            result = on_chief(session.collective, lambda: _plain(original(*args, **kwargs)))
+        if not session.world.is_chief and result is not None:
+            _count_save(args[0], result)
+        return result
     return function
+
+
+def _count_save(writer: Any, path: Any) -> None:
+    """Let a writer of TensorFlow know of what the chief has written."""
+    manager = isinstance(writer, tf.train.CheckpointManager)
+    checkpoint = writer.checkpoint if manager else writer
+    if manager:
+        writer._latest_checkpoint = path
+    if isinstance(checkpoint, tf.train.Checkpoint):
+        checkpoint.save_counter.assign_add(1)
 
 
 def _plain(result: Any) -> Any:
@@ -132,14 +175,6 @@ def _refused(original: Any) -> Callable[..., Any]:
             "model.fit(x, y, batch_size=len(x), verbose=0), or a loop over a tf.data.Dataset "
             "with a GradientTape.")
     return train_on_batch
-
-
-def _refuse_strategy(model: Any) -> None:
-    strategy = getattr(model, "_distribute_strategy", None)
-    if tf.distribute.has_strategy() or strategy is not None:
-        raise ConfigError(
-            "The model was made within a tf.distribute strategy. Each rank of hvdtrain has one "
-            "device: take the strategy and its scope() out of the script.")
 
 
 class _silent:  # noqa: N801 - a context manager

@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+SAVING = "saving"
 _depth: list[str] = []
 _used: set[str] = set()
 
 
 @contextmanager
 def inside(what: str) -> Iterator[None]:
-    """While entered, a door is open; `what` is noted as used by the script."""
-    _used.add(what)
+    """While entered, a door is open; `what` is noted as used, unless it only saves."""
+    if what != SAVING:
+        _used.add(what)
     _depth.append(what)
     try:
         yield
@@ -24,6 +26,11 @@ def inside(what: str) -> Iterator[None]:
 def is_inside() -> bool:
     """Whether a door is open."""
     return bool(_depth)
+
+
+def is_saving() -> bool:
+    """Whether the innermost open door is one that saves."""
+    return bool(_depth) and _depth[-1] == SAVING
 
 
 def note_used(what: str) -> None:

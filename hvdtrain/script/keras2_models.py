@@ -102,6 +102,7 @@ def _with_data(before: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(before)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
+        as_keras2 = kwargs.pop(_BY_GENERATOR, False) or bool(loading)
         bound = inspect.signature(before).bind_partial(self, *args, **kwargs)
         given = bound.arguments
         for name in _STEPS:
@@ -115,11 +116,16 @@ def _with_data(before: Callable[..., Any]) -> Callable[..., Any]:
             for name, value in loading.items():
                 setattr(data, name, value)
             count = next((name for name in counts if given.get(name) is not None), None)
-            if count is not None and data.num_batches not in (None, given[count]):
+            if as_keras2 and count is not None and (
+                    data.num_batches not in (None, given[count])):
                 shuffled = key == "x" and before.__name__ == "fit" and given.get("shuffle", True)
                 given[key] = FirstBatches(data, given.pop(count), shuffled=bool(shuffled))
         return before(*bound.args, **bound.kwargs)
     return method
+
+
+_BY_GENERATOR = "_hvdtrain_by_generator"
+"""The argument by which `fit_generator` tells `fit` that the script is of Keras 2."""
 
 
 class FirstBatches(keras.utils.PyDataset):  # type: ignore[misc]
@@ -177,8 +183,10 @@ def _generator(name: str) -> Callable[..., Any]:
         if len(args) > len(order):
             raise ConfigError(f"{name}_generator takes {len(order) + 1} arguments by position. "
                               f"Received: {len(args) + 1}. Give the others by name.")
-        return getattr(self, name)(generator, **dict(zip(order, args, strict=False)), **(
-            {"verbose": 0} if name != "fit" and "verbose" not in kwargs else {}), **kwargs)
+        if name != "fit":
+            kwargs.setdefault("verbose", 0)
+        return getattr(self, name)(generator, **dict(zip(order, args, strict=False)),
+                                   **{_BY_GENERATOR: True}, **kwargs)
     method.__name__ = f"{name}_generator"
     return method
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from hvdtrain.log import get_logger
 from hvdtrain.optim import keras_seam, state
 from hvdtrain.optim.options import ReducerOptions
 from hvdtrain.optim.reducer import GradientReducer
+from hvdtrain.runtime.progress import IDLE
 from hvdtrain.script.inside import is_inside, note_used, replace_attribute
 from hvdtrain.script.scan import Scan, real_path
 from hvdtrain.session import Session
@@ -59,8 +61,9 @@ class Loops:
     _active: bool = False
     _averaged: bool = False
     _told: set[tuple[str, int]] = field(default_factory=set)
-    _sent: dict[int, Any] = field(default_factory=dict)
-    _models: list[Any] = field(default_factory=list)
+    _is_open: bool = False  # a loop has begun, and `settle` has not ended it
+    _sent: set[str | None] = field(default_factory=set)
+    _models: list[Any] = field(default_factory=list)  # weak references
     _reducer: GradientReducer | None = None
     _in_result: bool = False
     _iterator: Callable[[Any], Any] = tf.data.Dataset.__iter__
@@ -99,10 +102,14 @@ class Loops:
     def _iterate(self, original: Callable[[], Any], dataset: Any) -> Any:
         at = self._line()
         if at is None or at not in self.scan.training_lines:
+            self._active = False
+            if at is not None:
+                self.settle()
             return original()
         world = self.session.world
         found = divided(dataset, Part(rank=world.rank, size=world.size),
                         batches_per_step=world.size if self.config.batch == "per_rank" else 1)
+        self.settle()
         with needs_all("begins a training loop"):
             everyone = self.session.collective.gather_objects((f"{_BEGINS} {at[1]}", ""))
         if len(set(map(tuple, everyone))) > 1:
@@ -112,27 +119,49 @@ class Loops:
         if at not in self._told:
             self._told.add(at)
             if world.is_chief:
-                get_logger().info("%s, line %d: %s over %d ranks.", *at, found.why, world.size)
-        return self._batches(found.dataset, weighted=found.weighted)
+                get_logger().info("%s, line %d: %s; %d ranks.", *at, found.why, world.size)
+        return _Batches(self._batches(found.dataset, at[1], weighted=found.weighted),
+                        dataset.element_spec)
 
-    def _batches(self, dataset: Any, *, weighted: bool) -> Iterator[Any]:
-        for part in self._iterator(dataset):
-            weight, batch = part if weighted else (1.0, part)
-            if weighted or self._value != 1.0:
-                self._value = float(weight)
-                self.weight.assign(self._value)
-            self._active = True
-            yield batch
-        self._active = False
-        for model in self._models:
-            state.average_statistics(self.session.collective, model)
-            state.check_equal(self.session.collective, model.trainable_variables,
-                              when="at the end of a training loop")
+    def _batches(self, dataset: Any, line: int, *, weighted: bool) -> Iterator[Any]:
+        progress, step = self.session.progress, 0
+        try:
+            for part in self._iterator(dataset):
+                weight, batch = part if weighted else (1.0, part)
+                if weighted or self._value != 1.0:
+                    self._value = float(weight)
+                    self.weight.assign(self._value)
+                self._active = self._is_open = True
+                step += 1
+                progress.advance(f"batch {step} of the loop in line {line}")
+                yield batch
+        finally:
+            self._active = False
+            progress.enter(IDLE)
+        self.settle()
+
+    def settle(self) -> None:
+        """End a loop that the script has left: statistics become equal, weights are compared.
+
+        All ranks.
+        """
+        if not self._is_open:
+            return
+        self._is_open = self._active = False
+        collective = self.session.collective
+        with needs_all("ends a training loop"):
+            for model in [model for known in self._models if (model := known()) is not None]:
+                state.average_statistics(collective, model)
+                state.check_equal(collective, model.trainable_variables,
+                                  when="at the end of a training loop")
 
     def _gradient(self, original: Callable[..., Any], tape: Any, target: Any, sources: Any,
                   output_gradients: Any = None, **kwargs: Any) -> Any:
         variables = tf.nest.flatten(sources)
-        if not self._active or not variables or not all(map(_is_variable, variables)):
+        on_variables = bool(variables) and all(map(_is_variable, variables))
+        if not self._active or not on_variables:
+            if on_variables:
+                self._averaged = False
             return original(target, sources, output_gradients, **kwargs)
         self._send(variables)
         given = output_gradients if output_gradients is not None else tf.nest.map_structure(
@@ -149,19 +178,24 @@ class Loops:
 
     def _send(self, variables: list[Any]) -> None:
         """Before their first gradient, give all ranks the chief's values. All ranks."""
-        fresh = [v for v in variables if id(v) not in self._sent]
+        # A Sequential that a traced step builds has no values yet: in the next trace.
+        with tf.init_scope():
+            fresh = [v for v in variables if keras_seam.variable_key(v) not in self._sent
+                     and keras_seam.has_value(v)]
         if not fresh:
             return
-        self._sent |= {id(v): v for v in fresh}
         wanted = set(map(keras_seam.variable_key, fresh))
-        models = [m for m in _living_models() if not any(m is known for known in self._models)
+        self._sent |= wanted
+        known = [model() for model in self._models]
+        models = [m for m in _living_models() if not any(m is one for one in known)
                   and wanted & set(map(keras_seam.variable_key, m.trainable_variables))]
         with tf.init_scope():
-            every = {id(v): v for v in [*fresh, *(v for m in models for v in m.variables)]}
+            every = {id(v): v for v in [*fresh, *(v for m in models for v in m.variables
+                                                  if keras_seam.has_value(v))]}
             state.broadcast_variables(list(every.values()), collective=self.session.collective)
             for model in models:
                 state.fold_rank_into_seeds(model.variables, self.session.world.rank)
-        self._models += models
+        self._models += map(weakref.ref, models)
 
     def _apply(self, original: Callable[..., Any], optimizer: Any, *args: Any,
                **kwargs: Any) -> Any:
@@ -190,8 +224,10 @@ class Loops:
         if flag is None or self._in_result or not tf.executing_eagerly() or not bool(flag.value):
             return original()
         self._in_result = True
+        self.session.progress.advance(f"result() of {metric.name}, which all ranks must read")
         try:
-            return result_of_all(self.session.collective, metric, original)
+            with needs_all(f"reads the result of {metric.name}"):
+                return result_of_all(self.session.collective, metric, original)
         finally:
             self._in_result = False
 
@@ -218,4 +254,25 @@ def _is_variable(source: Any) -> bool:
 
 
 def _living_models() -> list[Any]:
-    return [each for each in gc.get_objects() if isinstance(each, keras.Model)]
+    # Not isinstance, which a dead proxy answers with an error.
+    return [each for each in gc.get_objects() if issubclass(type(each), keras.Model)]
+
+
+class _Batches:
+    """An iterator with the names of that of TensorFlow."""
+
+    def __init__(self, batches: Iterator[Any], element_spec: Any) -> None:
+        self._batches, self.element_spec = batches, element_spec
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def get_next(self) -> Any:
+        """As of `tf.data.Iterator`."""
+        try:
+            return next(self._batches)
+        except StopIteration:
+            raise tf.errors.OutOfRangeError(None, None, "End of sequence") from None

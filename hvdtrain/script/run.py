@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -68,34 +69,41 @@ def run_script(options: ScriptOptions) -> dict[str, Any]:
     if sys.excepthook.__module__.startswith("typer"):
         sys.excepthook = sys.__excepthook__  # as a script finds it
     forget()
-    with _served(scan, options.config), _told_as_by_python(scan):
+    _refuse_environment(scan)
+    with _served(scan, options.config) as end, _told_as_by_python(scan, end):
         made = run_program(flag, options.program, options.arguments)
-        _close(scan)
+        end()
         return made
 
 
 def _found(options: ScriptOptions) -> Path:
     """The file of the program; ConfigError if it is not there."""
     if options.is_module:
-        from importlib.util import find_spec
-        sys.path.insert(0, os.getcwd())
-        try:
-            spec = find_spec(options.program)
-            if spec is not None and spec.submodule_search_locations is not None:
-                spec = find_spec(f"{options.program}.__main__")
-        except (ImportError, ValueError):
-            spec = None
-        finally:
-            sys.path.pop(0)
-        if spec is None or not spec.origin or not spec.origin.endswith(".py"):
-            raise ConfigError(f"There is no module {options.program!r} that can be run. Give a "
-                              "module that can be imported from here, or a file without -m.")
-        return Path(spec.origin)
+        return _module_file(options.program)
     path = Path(options.program)
     if not path.is_file():
         raise ConfigError(f"The script {path} does not exist. Expected: hvdtrain run SCRIPT "
                           "[ARGUMENTS], or hvdtrain run -m package.module [ARGUMENTS].")
     return path
+
+
+def _module_file(name: str) -> Path:
+    """The file of a module that `python -m` would run; nothing of it is imported."""
+    places: Any = [os.getcwd(), *sys.path]
+    spec = None
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:end]), places)
+        places = spec and spec.submodule_search_locations
+        if end < len(parts) and places is None:
+            spec = None
+            break
+    if spec is not None and places is not None:
+        spec = PathFinder.find_spec(f"{name}.__main__", places)
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        raise ConfigError(f"There is no module {name!r} that can be run. Give a module that can be "
+                          "imported from here, or a file without -m.")
+    return Path(spec.origin)
 
 
 def explanation(options: ScriptOptions, scan: Scan, world: World) -> str:
@@ -120,10 +128,12 @@ def explanation(options: ScriptOptions, scan: Scan, world: World) -> str:
 
 
 @contextmanager
-def _served(scan: Scan, config: TrainConfig) -> Iterator[None]:
-    """While entered, the script is served as its kind needs it."""
+def _served(scan: Scan, config: TrainConfig) -> Iterator[Callable[[], None]]:
+    """While entered, the script is served as its kind needs it; gives what its end does."""
+    def settle() -> None:
+        """No loop of the script is to be ended."""
     with ExitStack() as stack:
-        from hvdtrain.script import keras2, tf_config
+        from hvdtrain.script import downloads, keras2, tf_config
         if scan.kind == "horovod":
             from hvdtrain.script import horovod_names
             stack.callback(horovod_names.install())
@@ -134,28 +144,47 @@ def _served(scan: Scan, config: TrainConfig) -> Iterator[None]:
             config = launched(config)
             session = init(collective=config.collective, timeline=config.timeline,
                            hang_timeout_s=config.hang_timeout_s)
-            stack.callback(doors.install(session, config))
             if session.world.size > 1:
-                stack.callback(loops.Loops(session=session, scan=scan, config=config).install())
-        # After the doors: they know the arguments of Keras 3 only.
-        stack.callback(keras2.install())
-        stack.callback(tf_config.install())
-        yield
+                served = loops.Loops(session=session, scan=scan, config=config)
+                stack.callback(served.install())
+                settle = served.settle
+            stack.callback(doors.install(session, config, settle))
+        if scan.kind != "hvdtrain":
+            # After the doors: they know the arguments of Keras 3 only.
+            stack.callback(keras2.install())
+            stack.callback(tf_config.install())
+            stack.callback(downloads.install())
+        yield lambda: _close(scan, settle)
 
 
-def _close(scan: Scan) -> None:
+def _refuse_environment(scan: Scan) -> None:
+    """Obey what the script sets for TensorFlow before it imports it; refuse another Keras."""
+    for name, value in scan.environment.items():
+        if name.startswith(("TF_", "XLA_")):
+            os.environ.setdefault(name, value)
+    backend = scan.environment.get("KERAS_BACKEND", os.environ.get("KERAS_BACKEND", ""))
+    if backend not in ("", "tensorflow"):
+        raise ConfigError(f"The script uses Keras on {backend!r}; hvdtrain needs 'tensorflow'. Set "
+                          "KERAS_BACKEND=tensorflow, or leave it out.")
+    if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
+        raise ConfigError("TF_USE_LEGACY_KERAS asks for Keras 2 (tf_keras); hvdtrain needs Keras "
+                          "3, and serves many idioms of Keras 2 on it. Leave the variable out.")
+
+
+def _close(scan: Scan, settle: Callable[[], None]) -> None:
     """The script has reached its end: wait for all ranks. All ranks."""
-    from hvdtrain.session import started
+    from hvdtrain.session import started, was_started
     from hvdtrain.train.chief import needs_all
     session = started()
     if session is None or session.world.size == 1:
         world = detect_world(os.environ)
-        if session is None and world.size > 1:
+        if session is None and world.size > 1 and not was_started():
             raise ConfigError(
                 f"The script has ended on rank {world.rank} of {world.size} and called no init(): "
                 f"{world.size} processes have done the same. Call hvd.init() in it, or run it on "
                 "one process.")
         return
+    settle()
     with needs_all(_END):
         everyone = session.collective.gather_objects((_END, ""))
     if any(tuple(theirs) != (_END, "") for theirs in everyone):
@@ -171,13 +200,13 @@ def _close(scan: Scan) -> None:
 
 
 @contextmanager
-def _told_as_by_python(scan: Scan) -> Iterator[None]:
+def _told_as_by_python(scan: Scan, end: Callable[[], None]) -> Iterator[None]:
     """An error is told with the script's frames first; one of hvdtrain with the script's line."""
     try:
         yield
     except SystemExit as stop:
         if stop.code in (None, 0):
-            _close(scan)
+            end()
         else:
             leave_by(stop, detect_world(os.environ), os.environ)
         raise

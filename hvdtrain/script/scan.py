@@ -68,7 +68,7 @@ class Scan:
             ConfigError: The script cannot be read.
         """
         scan = cls({})
-        left = [path]
+        left = [path.absolute()]
         while left:
             here = left.pop()
             name = real_path(str(here))
@@ -95,6 +95,23 @@ class Scan:
             return "horovod"
         used = {name for tree in self.trees.values() for name in _names_of(tree, "hvdtrain")}
         return "hvdtrain" if used & set(_OWN) else "plain"
+
+    @cached_property
+    def environment(self) -> dict[str, str]:
+        """Variables that the script sets to a text: `os.environ["X"] = "1"`, or by setdefault."""
+        found = {}
+        for node in ast.walk(next(iter(self.trees.values()))):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+                place, name, value = node.targets[0].value, node.targets[0].slice, node.value
+            elif isinstance(node, ast.Call) and _name(node) == "setdefault" and (
+                    len(node.args) == len(("name", "value"))):
+                place, (name, value) = getattr(node.func, "value", node), node.args
+            else:
+                continue
+            if ast.unparse(place) == "os.environ" and isinstance(name, ast.Constant) and (
+                    isinstance(value, ast.Constant)):
+                found[str(name.value)] = str(value.value)
+        return found
 
     @cached_property
     def training_lines(self) -> frozenset[tuple[str, int]]:
@@ -198,8 +215,10 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 def _names_of(tree: ast.AST, package: str) -> Iterator[str]:
     """The names that are used of a package: `package.NAME`, `from package import NAME`."""
+    called = {package, *(alias.asname for node in ast.walk(tree) if isinstance(node, ast.Import)
+                         for alias in node.names if alias.name == package and alias.asname)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == package:
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in called:
             yield node.attr
         elif isinstance(node, ast.ImportFrom) and node.module == package:
             yield from (alias.name for alias in node.names)
@@ -209,7 +228,7 @@ def _imported_files(tree: ast.Module, path: Path, root: Path) -> Iterator[Path]:
     for node in ast.walk(tree):
         folder, names = root, list(_imports(node))
         if isinstance(node, ast.ImportFrom) and node.level:
-            folder = path.parents[node.level - 1]
+            folder = dict(enumerate(path.parents)).get(node.level - 1, root)
             names = [".".join(filter(None, (node.module, alias.name))) for alias in node.names]
             names += [node.module] if node.module else []
         for name in names:

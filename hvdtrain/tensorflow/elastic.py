@@ -9,6 +9,7 @@ job ends with its error.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.commit_names import CHANGE, COMMITS_VARIABLE, WORLD_VARIABLE
+from hvdtrain.commit_names import CHANGE, COMMITS_VARIABLE, ENDING_VARIABLE, WORLD_VARIABLE
 from hvdtrain.errors import EXIT_STOPPED, CheckpointError, CollectiveError, ConfigError
 from hvdtrain.optim import keras_seam
 from hvdtrain.optim.state import seed_variables, state_without_seeds
@@ -36,6 +37,9 @@ from hvdtrain.train.commits import CommitStore
 __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "State",
            "TensorFlowKerasState", "TensorFlowState", "broadcast_object", "broadcast_object_fn",
            "broadcast_variables", "init", "rank", "run", "run_fn", "shutdown"]
+
+
+_trainings = itertools.count()
 
 
 class HorovodInternalError(CollectiveError):
@@ -60,6 +64,8 @@ class State:
         self._rank = get_rank
         self._reset_callbacks: list[Callable[[], None]] = []
         self._commits = 0
+        self._training = 0  # the number of this call of `run` in the script
+        self._is_newest = True  # no commit is of a later one, which a former world has reached
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Add functions that `on_reset` calls."""
@@ -77,10 +83,12 @@ class State:
         Where hosts are added or leave, the process then ends, to go on from here.
         """
         self.save()
-        if (folder := _folder()) is not None and os.environ["HOROVOD_LOCAL_RANK"] == "0":
+        folder = _folder() if self._is_newest else None
+        if folder is not None and os.environ["HOROVOD_LOCAL_RANK"] == "0":
             self._commits += 1
             values, arrays = self.kept()
-            CommitStore(folder).write(self._commits, written(values), arrays)
+            CommitStore(folder).write(
+                self._commits, written((self._training, values)), arrays)
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -90,7 +98,7 @@ class State:
         """
         folder = _folder()
         if folder is not None and any(current.session().collective.gather_objects(
-                (folder / CHANGE).exists())):
+                (folder / CHANGE).exists() or ENDING_VARIABLE in os.environ)):
             raise SystemExit(EXIT_STOPPED)
 
     def kept(self) -> tuple[Any, list[tuple[str, Any]]]:
@@ -301,11 +309,13 @@ def _go_on(state: State) -> None:
     folder = _folder()
     if folder is None:
         return
-    number = 0
-    if current.rank() == 0 and (newest := CommitStore(folder).newest()) is not None:
-        store, number = CommitStore(folder), newest
-        state.take(pickle.loads(store.about(newest)),  # noqa: S301 - of this script
-                   dict(store.arrays(newest)))
-    state._commits = current.session().collective.gather_objects(number)[0]
+    state._training, number, training, store = next(_trainings), 0, 0, CommitStore(folder)
+    if current.rank() == 0 and (newest := store.newest()) is not None:
+        number = newest
+        training, values = pickle.loads(store.about(newest))  # noqa: S301 - of this script
+        if training == state._training:
+            state.take(values, dict(store.arrays(newest)))
+    state._commits, training = current.session().collective.gather_objects((number, training))[0]
+    state._is_newest = training <= state._training
     if os.environ.get(WORLD_VARIABLE, "1") != "1":
         state.on_reset()

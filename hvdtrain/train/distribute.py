@@ -132,6 +132,11 @@ def alone() -> Iterator[None]:
         _alone.pop()
 
 
+def is_training_alone() -> bool:
+    """Whether `alone` is entered."""
+    return bool(_alone)
+
+
 def allow_horovod_way() -> Callable[[], None]:
     """Let `watch_keras` accept scripts written for Horovod; gives a function that undoes it."""
     _horovod_way[:] = _horovod_way or [False]

@@ -44,7 +44,8 @@ def build_metrics(model: Any, feed: Feed) -> None:
 def evaluating(model: Any, feed: Feed, collective: Collective) -> Iterator[None]:
     """While entered, the test function of all ranks replaces Keras' own, which is kept."""
     build_metrics(model, feed)
-    compiled = (getattr(model, "_loss_tracker", None), feed.weighted, collective)
+    compiled = (getattr(model, "_loss_tracker", None), feed.weighted, collective,
+                keras_model.weights_key(model))
     with (_function_kept(model, "test_function", compiled),
           weigh_evaluation(model, weigh_losses(model, collective), weighted=feed.weighted),
           keras_model.losses_by_samples(model)):
@@ -87,7 +88,8 @@ def predict(model: Any, feed: Feed, session: Session, arguments: Mapping[str, An
         check_same_model(session.collective, model)
         data = feed.evaluation()
         sizes: list[Any] = []
-        with (_function_kept(model, "predict_function", (feed.weighted, session.collective)),
+        with (_function_kept(model, "predict_function", (
+                feed.weighted, session.collective, keras_model.weights_key(model))),
               _counted(model, sizes, weighted=feed.weighted)):
             mine = keras.Model.predict(model, data, **arguments)
         own = np.concatenate([np.asarray(part) for part in sizes])

@@ -230,11 +230,11 @@ class AllreduceRun(KerasRun):
         """The step of a former `fit`, if it is still that of the model; else a new one."""
         model, config, lr = self.model, self.config, self.plan.lr
         # `compile` makes another tracker, and distributing an optimizer anew another state.
-        of = [getattr(model, "_loss_tracker", None), self.session.collective,
+        of = [getattr(model, "_loss_tracker", None), model, self.session.collective,
               *map(state_of, keras_seam.optimizers_of(model))]
         traced_for = (lr.scale, lr.warmup_steps, self.plan.shards.uneven, self.stops_on_nan,
                       config.xla, config.sync_batch_norm, model.run_eagerly,
-                      int(model.steps_per_execution))
+                      int(model.steps_per_execution), keras_model.weights_key(model))
         known = model.__dict__.get(_TRACED)
         if known is not None and of[0] is not None and known.value.is_for(of, traced_for):
             return known.value  # type: ignore[no-any-return]

@@ -216,12 +216,12 @@ def test_each_epoch_begins_with_the_first_batch_of_a_sequence(steps):
             return super().__getitem__(number)
 
     model = small()
-    model.fit(Seen(), steps_per_epoch=steps, epochs=3, shuffle=False, verbose=0)
+    model.fit(Seen(), steps_per_epoch=steps, workers=1, epochs=3, shuffle=False, verbose=0)
     assert int(model.optimizer.iterations) == 3 * steps
     assert seen[-3 * steps:] == [0, 1, 2, 0, 1][:steps] * 3
     seen.clear()
-    model.fit(Seen(), steps_per_epoch=steps, epochs=3, verbose=0, validation_data=Batches(),
-              validation_steps=2)
+    model.fit(Seen(), steps_per_epoch=steps, workers=1, epochs=3, verbose=0,
+              validation_data=Batches(), validation_steps=2)
     assert int(model.optimizer.iterations) == 6 * steps
     assert set(seen) == {0, 1, 2}
 

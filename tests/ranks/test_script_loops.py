@@ -26,10 +26,10 @@ def served(session, **config):
     from hvdtrain.script.loops import Loops
     from hvdtrain.script.scan import Scan
     path = Path(__file__)
-    undo = Loops(session=session, scan=Scan.of(path, path.parent),
-                 config=TrainConfig(**config)).install()
+    loops = Loops(session=session, scan=Scan.of(path, path.parent), config=TrainConfig(**config))
+    undo = loops.install()
     try:
-        yield
+        yield loops
     finally:
         undo()
 
@@ -171,6 +171,44 @@ def test_gradients_of_inputs_stay_and_those_without_a_loop_are_refused(rank_sess
                 square = tf.reduce_sum(batch[0] ** 2)
             np.testing.assert_allclose(tape.gradient(square, batch[0]), 2 * batch[0])
     assert sum(rank_session.collective.gather_objects(taken)) == 50
+
+
+@TWO
+def test_a_loop_that_is_left_is_ended_by_what_follows(rank_session, keras, tf):
+    """Statistics become equal, and later steps are not averaged without a word."""
+    from hvdtrain.errors import ConfigError
+    with served(rank_session) as loops:
+        ours = Training(keras, tf, graph=False, layers=[keras.layers.BatchNormalization()])
+        for number, batch in enumerate(batches(tf, 16)):
+            if number == 2:
+                break
+            ours.step(*batch)
+        whole = sum(len(x) for x, _ in batches(tf, 16))
+        assert whole == 50
+        loops.settle()
+        assert_same_everywhere(rank_session, ours.model.weights)
+        x, y = numbers(4)
+        with pytest.raises(ConfigError, match="gradients that are of this rank alone"):
+            ours.one_step(x, y)
+
+
+@TWO
+def test_a_sequential_that_the_traced_step_builds(rank_session, keras, tf):
+    with served(rank_session):
+        keras.utils.set_random_seed(3)
+        model = keras.Sequential([keras.layers.Dense(3)])
+        optimizer = keras.optimizers.SGD(0.1)
+
+        @tf.function
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x) - y) ** 2)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            return loss
+        for x, _ in batches(tf, 16):
+            step(x, x[:, :3])
+    assert_same_everywhere(rank_session, model.weights)
 
 
 @TWO

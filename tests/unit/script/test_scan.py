@@ -65,7 +65,9 @@ def test_a_step_in_another_file_is_followed(tmp_path):
     ("import hvdtrain.keras as hvd", "horovod"),
     ("import hvdtrain\nhvdtrain.init()", "hvdtrain"),
     ("import hvdtrain\nif hvdtrain.is_chief():\n    pass", "plain"),
+    ("import hvdtrain as hvd\nhvd.init()", "hvdtrain"),
     ("from lib import hvd", "horovod"),
+    ("try:\n    from ...common import x\nexcept ImportError:\n    pass", "plain"),
 ])
 def test_who_distributes(tmp_path, text, kind):
     assert scan_of(tmp_path, text, {"lib.py": "import horovod.keras as hvd"}).kind == kind
@@ -98,3 +100,14 @@ def test_each_line_is_told(tmp_path):
 def test_a_script_that_python_cannot_read(tmp_path):
     with pytest.raises(ConfigError, match=r"train.py cannot be run: line 1: "):
         scan_of(tmp_path, "for x in")
+
+
+def test_variables_that_the_script_sets(tmp_path):
+    scan = scan_of(tmp_path, """
+        import os
+        os.environ["KERAS_BACKEND"] = "jax"
+        os.environ.setdefault("TF_DETERMINISTIC_OPS", "1")
+        os.environ[name] = "2"
+        other["X"] = "3"
+        """)
+    assert scan.environment == {"KERAS_BACKEND": "jax", "TF_DETERMINISTIC_OPS": "1"}
