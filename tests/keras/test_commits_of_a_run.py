@@ -67,7 +67,8 @@ def fit(model=None, *, callbacks=(), epochs=2, batch_size=4, stop_asked=lambda: 
     model = model or model_of(keras)
     history = hvdtrain.fit(
         model, *data(STEPS * 4), batch_size=batch_size, epochs=epochs, verbose=0,
-        stop_asked=stop_asked, callbacks=list(callbacks), config=TrainConfig(seed=3, tensorboard=False, **settings))
+        stop_asked=stop_asked, callbacks=list(callbacks),
+        config=TrainConfig(seed=3, tensorboard=False, **settings))
     return model, history
 
 
