@@ -140,7 +140,8 @@ def a_stream_with_accumulation(keras, folder):
 @case
 def a_pipeline_of_batches(keras, folder):
     import tensorflow as tf
-    batches = tf.data.Dataset.from_tensor_slices(data(50)).batch(4)
+    keras.utils.set_random_seed(9)
+    batches = tf.data.Dataset.from_tensor_slices(data(50)).shuffle(50, seed=3).batch(4)
     return model_of(keras), {"x": batches, "shuffle": False}, {"batch": "per_rank"}
 
 

@@ -198,8 +198,12 @@ def _in_batches(own: Any, dataset: Any, part: Part, sizes: Collection[int]) -> A
 
 def _after(dataset: Any, steps: Any) -> Any:
     if isinstance(steps, tf.Variable):
-        return tf.data.Dataset.from_tensors(0).flat_map(
-            lambda _: dataset.skip(tf.cast(steps, tf.int64)))
+        # Not `skip` within a `flat_map`: an iterator of it that Keras makes and does not use would
+        # let a shuffle draw no order, as it does in a run that was not resumed.
+        @as_it_is
+        def is_left(number: Any, element: Any) -> Any:
+            return number >= tf.cast(steps, tf.int64)
+        return dataset.enumerate().filter(is_left).map(as_it_is(lambda number, element: element))
     begins = isinstance(steps, int) and steps == 0
     return dataset if begins else dataset.skip(tf.cast(steps, tf.int64))
 

@@ -173,7 +173,9 @@ class RankAdapter(DataAdapter):  # type: ignore[misc]
         if self.steps_per_epoch:
             step += epoch * self.steps_per_epoch
         else:
-            for _ in range(epoch):  # a shuffle draws a new order each time it is iterated
+            # A shuffle draws a new order each time it is iterated. Keras does so before each epoch,
+            # and once more after one of a known number of batches.
+            for _ in range(epoch if self.num_batches is None else 2 * epoch):
                 iter(self._divided.dataset)
         self._skip.assign(step)
 

@@ -5,6 +5,7 @@ import json
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import hvdtrain
 from hvdtrain.config import TrainConfig
@@ -92,6 +93,27 @@ def test_the_end_is_the_same(tmp_path, name):
     lines = [json.loads(line) for line in
              (tmp_path / "cut/metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("at", [(1, 5), (2, 5)])
+@pytest.mark.parametrize("known", [True, False], ids=["known length", "unknown length"])
+def test_a_shuffled_pipeline_goes_on_in_its_order(known, at, tmp_path):
+    """Keras makes an iterator more than it uses after each epoch of a known length."""
+    def pipeline():
+        keras.utils.set_random_seed(7)
+        made = tf.data.Dataset.from_tensor_slices(data()).shuffle(STEPS * 8, seed=2).batch(8)
+        return made if known else made.filter(lambda x, y: True)
+    config = TrainConfig(epochs=4, output=tmp_path / "whole", tensorboard=False, seed=3)
+    whole = compiled()
+    hvdtrain.fit(whole, pipeline(), shuffle=False, config=config)
+    config, ask, resumed = replace(config, output=tmp_path / "cut"), AskAt(*at), compiled()
+    with pytest.raises(StoppedError):
+        hvdtrain.fit(compiled(), pipeline(), shuffle=False, config=config, callbacks=[ask],
+                     stop_asked=lambda: ask.asked)
+    hvdtrain.fit(resumed, pipeline(), shuffle=False, config=replace(config, resume=True))
+    for a, b in zip(whole.variables, resumed.variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
 def test_another_batch_size_goes_on_at_the_same_sample(tmp_path):
