@@ -112,6 +112,49 @@ def test_it_runs_as_python_runs_it(tmp_path):
     assert (module.returncode, module.stdout) == (0, "7 ['--set', 'x']\n"), module.stderr
 
 
+def test_what_callbacks_and_tensorflow_save_is_written_once(tmp_path):
+    """All ranks run the callback; each file is that of rank 0, complete, and known to all."""
+    done = run(tmp_path, 2, "train.py", script="""
+        import os
+        import tensorflow as tf
+        class Saves(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                self.model.save(f"m{epoch}.keras")
+                self.model.save_weights("last.weights.h5")
+                manager.save()
+        model = make()
+        checkpoint = tf.train.Checkpoint(model=model)
+        manager = tf.train.CheckpointManager(checkpoint, "kept", max_to_keep=2)
+        model.fit(x, y, epochs=3, verbose=0, callbacks=[Saves()])
+        tf.keras.models.save_model(model, "other.keras")
+        print(manager.latest_checkpoint, int(checkpoint.save_counter), file=sys.stderr)
+        for name in ("m0.keras", "m2.keras", "other.keras"):
+            keras.models.load_model(name)
+        checkpoint.restore(manager.latest_checkpoint).assert_existing_objects_matched()
+        """)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("kept/ckpt-3 3") == 2
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "train.py", "m0.keras", "m1.keras", "m2.keras", "last.weights.h5", "other.keras", "kept"}
+
+
+def test_annotations_of_the_script_are_its_own(tmp_path):
+    done = run(tmp_path, 0, "train.py", script="""
+        import dataclasses
+        @dataclasses.dataclass
+        class Config:
+            steps: int = 3
+        print([field.type("4") for field in dataclasses.fields(Config)])
+        """)
+    assert (done.returncode, done.stdout) == (0, "[4]\n"), done.stderr
+
+
+def test_a_horovod_script_may_shut_down_itself(tmp_path):
+    done = run(tmp_path, 2, "train.py", script=HOROVOD + "print('done', hvd.rank())\n"
+               "hvd.shutdown()")
+    assert done.returncode == 0, done.stderr
+
+
 def test_it_says_what_it_does_and_stops(tmp_path):
     done = run(tmp_path, 0, "--explain", "train.py", script="make().fit(x, y)\n1 / 0")
     assert done.returncode == 0
