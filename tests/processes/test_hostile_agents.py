@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.launch import native
+from hvdtrain.launch import bring_up
 from hvdtrain.launch.agent import MARK
 from hvdtrain.launch.link import AgentLink
 from hvdtrain.launch.native import NativeJob
@@ -65,7 +65,7 @@ def test_so_many_logins_at_once_are_under_way(monkeypatch: pytest.MonkeyPatch) -
         program = next(broken, None)
         return start(command if program is None else [sys.executable, "-c", program])
 
-    problems = native._await_facts(links, lambda link: link.start(begin), lambda silent: False,
+    problems = bring_up.await_facts(links, lambda link: link.start(begin), lambda silent: False,
                                    at_once=3)
     for link in links.values():
         link.reap(1.0)

@@ -131,7 +131,7 @@ def test_the_launcher_tells_a_wrong_job_file_once_and_starts_nothing(job):
 
 @pytest.mark.parametrize(("words", "message"), [
     (["fit", "nowhere.py"], "nowhere.py does not exist"),
-    (["fitt", "x.toml"], "'fitt' is not a command of the ranks. Expected one of: fit, world"),
+    (["fitt", "x.toml"], "'fitt' is not a command of the ranks. Expected one of: fit, run, world"),
 ])
 def test_the_launcher_refuses_what_no_rank_could_do(words, message):
     done = run(HVDTRAIN, "launch", "-np", "2", *words, timeout=20)
