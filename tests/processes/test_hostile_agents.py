@@ -54,7 +54,7 @@ def test_what_no_agent_sends_ends_the_link_and_is_told(said: bytes) -> None:
 
 def test_so_many_logins_at_once_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of seven hosts, three at a time; one of them says nothing, and one ends at once."""
-    monkeypatch.setattr(native, "_ANSWER_LIMIT_S", 1.5)
+    monkeypatch.setattr(bring_up, "_ANSWER_LIMIT_S", 1.5)
     links = {name: AgentLink(name, [], None) for name in "abcdefg"}
     most, broken = 0, iter(["import sys; sys.stdin.read()", "raise SystemExit(9)"])
 
