@@ -25,7 +25,7 @@ ON_THREE = ("uneven_batches", "divided_state", "second_training_with_files", ALO
 def launch(ranks, *words, cwd=ROOT, timeout=300):
     """`hvdtrain launch` in forks of a process with TensorFlow."""
     command = [sys.executable, "-m", "hvdtrain", "launch", "-np", ranks, *words]
-    env = {**os.environ, **preload.environment(), "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, **preload.environment()}
     done = subprocess.run([*map(str, command)], env=env, text=True, cwd=cwd, check=False,
                           capture_output=True, timeout=timeout)
     assert not preload.refusals(done.stderr), done.stderr
