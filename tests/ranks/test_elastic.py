@@ -144,7 +144,7 @@ def job():
 @pytest.fixture
 def fit(tmp_path):
     """Starts the job as the launcher of an elastic job does."""
-    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "job.py").write_text(f"import sys\nsys.path.append({str(ROOT)!r})\n{JOB}")
     commits = tmp_path / "commits"
     commits.mkdir()
 
