@@ -113,9 +113,9 @@ def test_hosts_that_a_file_adds_and_takes_away(hosts: VirtualHosts, tmp_path: Pa
     hostfile = tmp_path / "hosts"
     hostfile.write_text("hosta slots=1\nhostb slots=1\n")
     job = Job(hosts, "--hostfile", str(hostfile), "--watch", "--min-np", "1", end=700)
-    job.until(job.world_is_up(2), 40)
+    job.until(job.world_is_up(2), 90)
     hostfile.write_text("hosta slots=1\nhostb slots=1\nhostc slots=1\n")
-    job.until(job.world_is_up(3), 40)
+    job.until(job.world_is_up(3), 90)
     first = job.world
     steps = [one[4] for one in job.ranks() if one[3] == first and one[2] != "hostc"]
     assert min(steps) > 0
@@ -129,7 +129,7 @@ def test_hosts_that_a_file_adds_and_takes_away(hosts: VirtualHosts, tmp_path: Pa
 
 def test_a_host_whose_cable_is_cut_is_left_out_and_comes_back(fragile_hosts: VirtualHosts) -> None:
     job = Job(fragile_hosts, "-H", "hosta:1,hostb:1,hostc:1", "--min-np", "2", end=1500)
-    job.until(job.world_is_up(3), 40)
+    job.until(job.world_is_up(3), 90)
     time.sleep(1.0)
     fragile_hosts.cut("hostb")
     took_s = job.until(job.world_is_up(2), 25)
@@ -144,7 +144,7 @@ def test_a_host_whose_cable_is_cut_is_left_out_and_comes_back(fragile_hosts: Vir
 def test_too_few_ranks_wait_and_then_end_with_a_code(fragile_hosts: VirtualHosts) -> None:
     job = Job(fragile_hosts, "-H", "hosta:1,hostb:1", "--min-np", "2", "--elastic-timeout", "3",
               end=1500)
-    job.until(job.world_is_up(2), 40)
+    job.until(job.world_is_up(2), 90)
     fragile_hosts.cut("hostb")
     assert job.end() == 76
     assert any("fewer than --min-np 2 ranks for 3 s" in line for line in job.lines)
@@ -155,7 +155,7 @@ def test_too_few_ranks_wait_and_then_end_with_a_code(fragile_hosts: VirtualHosts
 @pytest.mark.parametrize("victim", ["rank", "agent", "preloaded", "launcher"])
 def test_what_is_killed_is_replaced(victim: str, hosts: VirtualHosts) -> None:
     job = Job(hosts, "-H", "hosta:1,hostb:1,hostc:1", "--min-np", "3", end=250)
-    job.until(job.world_is_up(3), 40)
+    job.until(job.world_is_up(3), 90)
     time.sleep(1.0)
     first = job.world
     os.kill(pid_of(job, victim), signal.SIGKILL)
@@ -165,7 +165,7 @@ def test_what_is_killed_is_replaced(victim: str, hosts: VirtualHosts) -> None:
         job.lines.clear()
         job.start()
         first = 0
-    job.until(job.world_is_up(3, after=first), 60)
+    job.until(job.world_is_up(3, after=first), 120)
     assert min(one[4] for one in job.ranks() if one[3] > first) > 0
     assert job.end() == 0
 
