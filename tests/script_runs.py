@@ -239,7 +239,8 @@ def _largest(expected: np.ndarray, got: np.ndarray | None) -> float:
 
 def largest(found: dict[str, float], *kinds: str) -> float:
     """The largest difference of arrays of some kinds: weights, figures, predictions."""
-    return max(difference for name, difference in found.items() if name.startswith(kinds))
+    return max((difference for name, difference in found.items() if name.startswith(kinds)),
+               default=0.0)
 
 
 def main(what: str, *arguments: str) -> None:
