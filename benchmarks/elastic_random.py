@@ -21,16 +21,15 @@ import sys
 import tempfile
 import time
 import uuid
-import zipfile
 from pathlib import Path
 
-import h5py
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.cluster.hosts import VirtualHosts  # noqa: E402
+from tests.keras_file import weights_of  # noqa: E402
 
 JOB = """
 import time
@@ -71,15 +70,6 @@ def job():
                             commit_every_steps=5, checkpoint_every_epochs=0))
 """
 WORLD = re.compile(r"world (\d+): (\d+) ranks? on")
-
-
-def weights_of(file: Path) -> dict[str, np.ndarray]:
-    found: dict[str, np.ndarray] = {}
-    with zipfile.ZipFile(file) as archive, archive.open("model.weights.h5") as stream, \
-            h5py.File(stream) as weights:
-        weights.visititems(lambda name, item: found.update({name: item[()]})
-                           if isinstance(item, h5py.Dataset) else None)
-    return found
 
 
 class Disturbed:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests import preload
-from tests.ranks.test_documented import weights_of
+from tests.keras_file import weights_of
 
 pytestmark = pytest.mark.slow
 

@@ -4,12 +4,12 @@ plain Keras does."""
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
 from tests import documented, preload
+from tests.keras_file import weights_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/from-keras.md"
@@ -58,14 +58,3 @@ def test_the_three_lines_of_its_script_change_nothing(tmp_path):
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert abs(ours[name] - value).max() < 1e-5, name
-
-
-def weights_of(file):
-    """The arrays of a Keras file by name, the optimizer's among them."""
-    h5py = pytest.importorskip("h5py")
-    found = {}
-    with zipfile.ZipFile(file) as archive, archive.open("model.weights.h5") as stream, \
-            h5py.File(stream) as weights:
-        weights.visititems(lambda name, item: found.update({name: item[()]})
-                           if isinstance(item, h5py.Dataset) else None)
-    return found

@@ -1,21 +1,19 @@
 """Elastic training: after a change of ranks the result is that of an undisturbed run."""
 
-import io
 import json
 import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 
 from hvdtrain.commit_names import commit_name, commits_in
 from tests import preload
 from tests.elastic_runs import CASES, EPOCHS, ON_HOSTS_OF_THEIR_OWN
+from tests.keras_file import weights_of
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = "the_batch_of_each_rank"
@@ -155,13 +153,10 @@ def fit(tmp_path):
     return started
 
 
-def weights_of(folder):
-    """The weights in a model's file by name; this process loads no Keras."""
-    found = {}
-    with (zipfile.ZipFile(folder / "model.keras") as archive,
-          h5py.File(io.BytesIO(archive.read("model.weights.h5"))) as file):
-        file["layers"].visititems(lambda name, value: found.update(
-            {name: value[()]} if isinstance(value, h5py.Dataset) else {}))
+def weights_in(folder):
+    """The weights of the model's file by name; this process loads no Keras."""
+    found = {name: value for name, value in weights_of(folder / "model.keras").items()
+             if name.startswith("layers/")}
     assert len(found) == 4
     return found
 
@@ -194,6 +189,6 @@ def test_a_job_whose_rank_was_killed(fit, tmp_path):
     for output in ("run", "other"):
         lines = (tmp_path / output / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["epoch"] for line in lines] == [1, 2, 3]
-        found = weights_of(tmp_path / output)
-        for name, value in weights_of(tmp_path / "whole").items():
+        found = weights_in(tmp_path / output)
+        for name, value in weights_in(tmp_path / "whole").items():
             np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6)
