@@ -11,7 +11,7 @@ from hvdtrain.doctor import facts
 from hvdtrain.doctor.findings import Finding, HostView, failed, not_applicable, ok, warning
 from hvdtrain.horovod_check import FIX, HorovodCheck
 
-SUPPORTED = {"tensorflow": ">=2.16,<2.22", "keras": ">=3.5,<3.16"}
+SUPPORTED = {"tensorflow": ">=2.16,<2.22", "keras": ">=3.7,<3.16"}
 """As in pyproject.toml; a test compares them."""
 _GET_TENSORFLOW = "pip install 'hvdtrain[cpu]'   (with GPUs: 'hvdtrain[gpu]')"
 _BUILD_HOROVOD = FIX.removeprefix("run: ")

@@ -2,7 +2,7 @@
 
 A distributed optimizer is the user's own object with a few methods replaced *on the instance*, so
 that its class, config and saved files stay plain Keras. The methods, in the order in which one
-training step runs them (Keras 3.5 and later):
+training step runs them (Keras 3.7 and later):
 
     scale_loss -> apply -> _backend_apply_gradients -> _clip_gradients -> update
 
@@ -26,7 +26,7 @@ from packaging.version import Version
 
 from hvdtrain.errors import OptimizerError
 
-KERAS_MIN, KERAS_BELOW = Version("3.5"), Version("3.16")
+KERAS_MIN, KERAS_BELOW = Version("3.7"), Version("3.16")
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam",
                "Ftrl", "Lion")
 """Keras optimizers that update each element of a variable independently."""

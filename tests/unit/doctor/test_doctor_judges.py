@@ -46,7 +46,7 @@ WRONG = {
     "new tensorflow": (host(python=with_packages(tensorflow="2.22.0")), "tensorflow", "failed",
                        "2.22.0", "hvdtrain[cpu]"),
     "keras 2": (host(python=with_packages(keras="2.15.0")), "keras", "failed", "2.15.0",
-                "pip install 'keras>=3.5,<3.16'"),
+                "pip install 'keras>=3.7,<3.16'"),
     "odd version": (host(python=with_packages(keras="unknown")), "keras", "failed", "unknown",
                     "pip install"),
     "backend by variable": (host(python={"keras_backend": "jax",
