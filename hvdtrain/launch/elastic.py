@@ -112,9 +112,14 @@ class ElasticJob(ElasticHosts):
 
     def _possible(self) -> tuple[Host, ...]:
         """The hosts of the best world that is possible now; empty: too few ranks."""
-        return next_world(
-            self.ready(), self.commits, [host.name for host in self._hosts], least=self._least,
-            most=self.plan.options.elastic.max_np or self.plan.options.np)
+        # Where training has gone on between failures, the job does not wait for barred slots.
+        for all_slots in (False, True)[:1 + (self._alike <= 1)]:
+            hosts = next_world(
+                self.ready(all_slots=all_slots), self.commits, [host.name for host in self._hosts],
+                least=self._least, most=self.plan.options.elastic.max_np or self.plan.options.np)
+            if hosts:
+                break
+        return hosts
 
     def _try_world(self) -> None:
         now, waits = time.monotonic(), [
@@ -231,8 +236,8 @@ class ElasticJob(ElasticHosts):
             place = cause.host, self.plan.slots[cause.rank].local_rank
             bar_s = self.bars.slots.setdefault(place, Bar()).fail(time.monotonic())
             if bar_s:
-                self.output.say(f"a slot of {cause.host} is left out for {bar_s:g} s: its rank "
-                                "failed again")
+                self.output.say(f"a slot of {cause.host} is left out for {bar_s:g} s, unless too "
+                                "few are left: its rank failed again")
 
     # What `RunningJob` asks
 

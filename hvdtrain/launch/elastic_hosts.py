@@ -72,13 +72,13 @@ class ElasticHosts(NativeJob):
             commit == newest and other in wanted
             for other, commit in commits.items() if other != name)
 
-    def ready(self) -> list[Host]:
+    def ready(self, *, all_slots: bool = False) -> list[Host]:
         """The hosts that can start ranks now, with the number that each may take."""
         now, wanted = time.monotonic(), self.wanted
         found = []
         for name, member in self.members.items():
             if member.state == "ready" and wanted and (name in wanted or self.keeps(name)):
-                free = self.bars.free(Host(name, member.slots), now)
+                free = self.bars.free(Host(name, member.slots), now, all_slots=all_slots)
                 found.append(Host(name, max(1, free) if self.keeps(name) else free))
         return found
 

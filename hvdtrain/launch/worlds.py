@@ -45,22 +45,19 @@ class Bars:
     hosts: dict[str, Bar] = field(default_factory=dict)
     slots: dict[tuple[str, int], Bar] = field(default_factory=dict)
 
-    def free(self, host: Host, now_s: float) -> int:
-        """How many ranks a host may take now."""
+    def free(self, host: Host, now_s: float, *, all_slots: bool = False) -> int:
+        """How many ranks a host may take now; `all_slots`: with those that are barred."""
         bar = self.hosts.get(host.name)
         if bar is not None and bar.until_s > now_s:
             return 0
+        if all_slots:
+            return host.slots
         barred = [(place, one.failures) for (name, place), one in self.slots.items()
                   if name == host.name and place < host.slots and one.until_s > now_s]
         # Which GPU a rank takes follows from its place among those of its host: with one rank
         # less it may take the same again. If that fails too, only places before it are left.
         again = [place for place, failures in barred if failures > _FAILURES_OF_A_PLACE]
         return min([host.slots - len(barred), *again])
-
-    def next_s(self, now_s: float) -> float | None:
-        """When the next bar ends."""
-        return min((bar.until_s for bar in (*self.hosts.values(), *self.slots.values())
-                    if bar.until_s > now_s), default=None)
 
 
 def next_world(hosts: Sequence[Host], commits: Mapping[str, int], former: Iterable[str], *,

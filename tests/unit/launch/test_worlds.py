@@ -45,9 +45,11 @@ def test_slots_are_barred_before_hosts():
     for now in (0.0, 1.0, 2.0):
         bars.slots["c", 2].fail(now)
     assert bars.free(C, 3.0) == 2  # three ranks would use its place again
+    assert bars.free(C, 3.0, all_slots=True) == 4
     bars.hosts["c"] = Bar()
     bars.hosts["c"].fail(0.0, first_counts=True)
     assert (bars.free(C, 3.0), bars.free(C, 10.5)) == (0, 2)
+    assert bars.free(C, 3.0, all_slots=True) == 0
 
 
 def test_a_change_in_words():
