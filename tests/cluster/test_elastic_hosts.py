@@ -165,7 +165,9 @@ def test_what_is_killed_is_replaced(victim: str, hosts: VirtualHosts) -> None:
     first = job.world
     os.kill(pid_of(job, victim), signal.SIGKILL)
     if victim == "launcher":
-        job.process.communicate()
+        job.process.wait()
+        if job.process.stdout is not None:
+            job.process.stdout.close()
         assert job.folders()
         job.lines.clear()
         job.start()
