@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -59,6 +59,7 @@ class Scan:
     """A script and the modules beside it: syntax trees by path, the script's first."""
 
     trees: dict[str, ast.Module] = field(repr=False)
+    root: Path = field(default=Path(), repr=False)
 
     @classmethod
     def of(cls, path: Path, root: Path) -> Scan:
@@ -67,7 +68,7 @@ class Scan:
         Raises:
             ConfigError: The script cannot be read.
         """
-        scan = cls({})
+        scan = cls({}, root)
         left = [path.absolute()]
         while left:
             here = left.pop()
@@ -157,17 +158,32 @@ class Scan:
         return None if of_numpy else _METHODS.get(name)
 
     @cached_property
+    def _foreign(self) -> dict[str, frozenset[str]]:
+        """By path: names that hold only what other packages have made, as `bar = tqdm(...)`."""
+        return {path: _foreign_names(tree, Path(path), self.root)
+                for path, tree in self.trees.items()}
+
+    def _calls(self, path: str, *parts: ast.AST) -> list[ast.Call]:
+        """The calls in parts of a file that may lead to a function of the script."""
+        return [node for part in parts for node in ast.walk(part) if isinstance(node, ast.Call)
+                and not (isinstance(node.func, ast.Attribute)
+                         and set(_names([node.func.value])) & self._foreign[path])]
+
+    def _calls_one_of(self, names: Set[str], path: str, *parts: ast.AST) -> bool:
+        return any(_name(call) in names for call in self._calls(path, *parts))
+
+    @cached_property
     def _training_functions(self) -> frozenset[str]:
         """Names of functions that train with a tape, by themselves or by what they call."""
-        nodes = [node for tree in self.trees.values() for node in ast.walk(tree)]
-        functions = [node for node in nodes
+        nodes = [(path, node) for path, tree in self.trees.items() for node in ast.walk(tree)]
+        functions = [(path, node) for path, node in nodes
                      if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        others = [(_names(node.targets), _named_in(node.value)) for node in nodes
+        others = [(_names(node.targets), _named_in(node.value)) for _, node in nodes
                   if isinstance(node, ast.Assign)]  # step = tf.function(train_step)
         found: set[str] = set()
         while True:
-            more = {node.name for node in functions if node.name not in found
-                    and _calls(node) & ({"GradientTape"} | found)}
+            more = {node.name for path, node in functions if node.name not in found
+                    and self._calls_one_of({_TAPE, *found}, path, node)}
             more |= {name for names, named in others if named & found for name in names
                      if name not in found}
             if not more:
@@ -176,20 +192,19 @@ class Scan:
 
     def _training_loops(self) -> Iterator[tuple[str, ast.expr]]:
         """The data of each loop whose body trains with a tape, and of iterators used in it."""
-        trains = {"GradientTape"} | self._training_functions
+        trains = {_TAPE, *self._training_functions}
         for path, tree in self.trees.items():
             drawn: set[str] = set()
             for node in ast.walk(tree):
                 if isinstance(node, (ast.For, ast.While)):
-                    inside = [call for part in node.body for call in ast.walk(part)
-                              if isinstance(call, ast.Call)]
-                    if {_name(call) for call in inside} & trains:
+                    if self._calls_one_of(trains, path, *node.body):
                         if isinstance(node, ast.For):
                             yield path, node.iter
-                        drawn |= {ast.unparse(call.args[0]) for call in inside
+                        drawn |= {ast.unparse(call.args[0])
+                                  for call in self._calls(path, *node.body)
                                   if _name(call) == "next" and call.args}
                 elif isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
-                                ) and _calls(node) & trains:
+                                ) and self._calls_one_of(trains, path, node):
                     yield from ((path, part.iter) for part in node.generators)
             for node in ast.walk(tree):
                 if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and (
@@ -198,6 +213,7 @@ class Scan:
                     yield path, node.value
 
 
+_TAPE = "GradientTape"
 _PRINT = "print: rank 0 only"
 _WRITES = "every rank does this; put it behind `if hvdtrain.is_chief():`"
 _LOOP = ("a tf.data.Dataset here is divided over the ranks batch by batch, gradients of variables "
@@ -224,7 +240,7 @@ def _names_of(tree: ast.AST, package: str) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def _imported_files(tree: ast.Module, path: Path, root: Path) -> Iterator[Path]:
+def _imported_files(tree: ast.AST, path: Path, root: Path) -> Iterator[Path]:
     for node in ast.walk(tree):
         folder, names = root, list(_imports(node))
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -239,16 +255,46 @@ def _imported_files(tree: ast.Module, path: Path, root: Path) -> Iterator[Path]:
                             if file.is_file())
 
 
+def _foreign_names(tree: ast.Module, path: Path, root: Path) -> frozenset[str]:
+    packages: set[str] = set()
+    held: dict[str, list[ast.expr | None]] = {}
+
+    def note(targets: list[ast.expr], value: ast.expr | None) -> None:
+        for name in _names(targets):
+            held.setdefault(name, []).append(value)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                one = ast.Import([alias]) if isinstance(node, ast.Import) else node
+                if not any(_imported_files(one, path, root)):
+                    packages.add((alias.asname or alias.name).split(".")[0])
+        elif isinstance(node, ast.Assign):
+            note(node.targets, node.value)
+        elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
+            note([node.target], node.value)
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            note([node.optional_vars], node.context_expr)
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            note([node.target], None)
+        elif isinstance(node, ast.arg):
+            held.setdefault(node.arg, []).append(None)
+    return frozenset(name for name, values in held.items() if all(
+        isinstance(value, ast.Call) and _first_name(value.func) in packages for value in values))
+
+
+def _first_name(node: ast.expr) -> str:
+    """`a` of `a.b(c).d`."""
+    while isinstance(node, (ast.Attribute, ast.Call, ast.Subscript)):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return getattr(node, "id", "")
+
+
 def _lines(path: str, node: ast.expr) -> Iterator[tuple[str, int]]:
     yield from ((path, line) for line in range(node.lineno, (node.end_lineno or node.lineno) + 1))
 
 
 def _name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-
-
-def _calls(tree: ast.AST) -> set[str]:
-    return {_name(node) for node in ast.walk(tree) if isinstance(node, ast.Call)}
 
 
 def _names(targets: list[ast.expr]) -> list[str]:

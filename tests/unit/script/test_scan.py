@@ -48,6 +48,23 @@ def test_the_data_of_training_loops_are_found(tmp_path, loop, expected):
     assert lines(scan_of(tmp_path, text)) == expected
 
 
+@pytest.mark.parametrize(("bar", "expected"), [
+    ("bar = tqdm(val)", []),
+    ("bar = keras.utils.Progbar(9)", []),
+    ("with tqdm.tqdm(val) as bar: pass", []),
+    ("bar = Trainer()", [8]),
+    ("bar = make()", [8]),
+    ("bar = tqdm(val)\nbar = Trainer()", [9]),
+    ("def use(bar): pass", [8]),
+    ("bar = own.tqdm(val)", [8]),
+])
+def test_a_method_of_another_package_is_no_step(tmp_path, bar, expected):
+    text = ("import keras, own, tqdm\nfrom tqdm import tqdm\nclass Trainer:\n"
+            "  def update(self):\n    with tf.GradientTape() as tape: pass\nmake = Trainer\n"
+            f"{bar}\nfor x in val:\n    bar.update()")
+    assert lines(scan_of(tmp_path, text, {"own.py": ""})) == expected
+
+
 def test_a_step_in_another_file_is_followed(tmp_path):
     scan = scan_of(tmp_path, "from lib.steps import step\nfor x in data:\n    step(x)\n",
                    {"lib/steps.py": TAPE, "lib/__init__.py": "from . import more",
