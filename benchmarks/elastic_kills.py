@@ -110,6 +110,7 @@ def parent_of(pid: int) -> int:
 def measured(job: Training, victim: str) -> tuple[float, float]:
     """Seconds to the next step of a later world, and steps that were done again."""
     job.settle(3 if "host" in victim else 2)
+    time.sleep(random.uniform(0.0, 1.5))  # between two commits
     known, begin = len(job.worlds()), time.time()
     mend = job.hit(victim)
     wait(lambda: len(job.worlds()) > known)
@@ -162,7 +163,7 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="hvdtrain-kills-") as name:
             run(hosts, Path(name), options)
-    except subprocess.TimeoutExpired as error:
+    except (TimeoutError, subprocess.TimeoutExpired) as error:
         raise SystemExit(str(error)) from error
     finally:
         hosts.down()

@@ -17,8 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.data import tf_pipeline
+from hvdtrain.data.pipeline import as_it_is
 from hvdtrain.data.plans import Part
-from hvdtrain.data.tf_pipeline import Undecoded, as_it_is, undecoded
+from hvdtrain.data.tf_pipeline import Undecoded, undecoded
 from hvdtrain.errors import DataError
 
 _TRIED_SAMPLES = 16

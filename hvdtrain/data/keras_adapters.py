@@ -25,7 +25,7 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from hvdtrain.collectives.base import Collective
 from hvdtrain.config import DEFAULT_BATCH
 from hvdtrain.data.divided import divided
-from hvdtrain.data.pipeline import ready
+from hvdtrain.data.pipeline import as_it_is, ready
 from hvdtrain.data.plans import Part, in_turn, uneven_batch_text
 from hvdtrain.data.source import Structure, keras_like, tensors_of
 from hvdtrain.data.tf_order import (
@@ -283,6 +283,7 @@ class ArrayAdapter(RankAdapter):
         last = self._samples % self._batch or self._batch
         weights = [float(self._part.weight(n)) for n in (self._batch, last)]
 
+        @as_it_is
         def one_epoch(order: Any) -> Any:
             # All that can be is done once for an epoch, and not in each step.
             whole = tf.reshape(order[:full * self._batch], [full, self._batch])
@@ -302,9 +303,11 @@ class ArrayAdapter(RankAdapter):
             batches = data_adapters.ArrayDataAdapter(
                 np.arange(self._samples), shuffle=shuffle,
                 batch_size=self._batch if shuffle == "batch" else self._samples).get_tf_dataset()
-            return batches.map(lambda found: found[0] if isinstance(found, tuple) else found
-                               ).rebatch(self._samples)
+            return batches.map(as_it_is(
+                lambda found: found[0] if isinstance(found, tuple) else found)
+                ).rebatch(self._samples)
 
+        @as_it_is
         def drawn(_: Any) -> Any:
             seed = tf.stack([tf.constant(self._seed, tf.int64), tf.identity(self._epoch)])
             return tf.random.experimental.stateless_shuffle(numbers, seed=seed)

@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -15,6 +15,7 @@ from hvdtrain.data.plans import ShardPlan, StreamPlan
 from hvdtrain.data.source import ArraySource, Source
 from hvdtrain.errors import DataError
 
+Call = TypeVar("Call", bound=Callable[..., Any])
 _AHEAD = 2
 _READ_AT_ONCE = 2
 """Batches that are read at the same time: while one waits for a disk, another is parsed."""
@@ -33,6 +34,7 @@ def training_dataset(source: Source, plan: ShardPlan | StreamPlan, *, first_epoc
     fetch = _fetcher(source, batch if samples == plan.steps * batch else None)
     weights = tf.constant(plan.weights())
 
+    @as_it_is
     def one_epoch(epoch: Any) -> Any:
         order = tf.numpy_function(plan.order, [epoch], tf.int64, stateful=False)
         order.set_shape([samples])
@@ -100,7 +102,13 @@ def _fetcher(source: Source, static: int | None) -> Callable[[Any, Callable[[Any
         for tensor, spec in zip(flat, specs, strict=True):
             tensor.set_shape([static, *spec.shape])
         return tf.nest.pack_sequence_as(source.signature, flat)
-    return lambda steps, rows: steps.map(lambda step: fetch(rows(step)), **calls)
+    return lambda steps, rows: steps.map(as_it_is(lambda step: fetch(rows(step))), **calls)
+
+
+def as_it_is(function: Call) -> Call:
+    """Exclude a function from AutoGraph, which takes long: it is written for graphs."""
+    made: Call = tf.autograph.experimental.do_not_convert(function)
+    return made
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -21,7 +21,8 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.framework.random_seed import DEFAULT_GRAPH_SEED
 
-Call = TypeVar("Call", bound=Callable[..., Any])
+from hvdtrain.data.pipeline import as_it_is
+
 Function = Callable[[Any], Any]
 
 NOT_UNDERSTOOD = (AttributeError, KeyError, NotImplementedError, TypeError, ValueError,
@@ -45,12 +46,6 @@ _READ_ANEW = SAME_ELEMENTS | BATCHES | (OTHER_ELEMENTS - {"Shuffle"}) | {
     "FlatMap", "Interleave", "Filter", "Zip", "Concatenate", "Unbatch", "Window", "TakeWhile"}
 """Steps that keep no state between iterations."""
 _FOUND = "_hvdtrain_undecoded"
-
-
-def as_it_is(function: Call) -> Call:
-    """Exclude a function from AutoGraph: it is written for graphs."""
-    made: Call = tf.autograph.experimental.do_not_convert(function)
-    return made
 
 
 def kind(dataset: Any) -> str:

@@ -35,6 +35,7 @@ from hvdtrain.world.failure import DONE_LINE, REPORT_VARIABLE, FailureRecord, is
 _SECONDARY_WAIT_S = 1.0  # so that the rank that is the cause is seen to end first
 # So that ranks which fail alike print why before Horovod sees the first one leave.
 _ALIKE_WAIT_S, _MISTAKE_WAIT_S = 0.2, 0.5
+_STOPPED_WAIT_S = 0.1  # all ranks have agreed to end
 
 
 class Guard:
@@ -79,7 +80,8 @@ class Guard:
         _flush()
         if self._world.size > 1:
             silence()
-            wait_s = _MISTAKE_WAIT_S if isinstance(error, HvdtrainError) else _ALIKE_WAIT_S
+            wait_s = (_STOPPED_WAIT_S if code == EXIT_STOPPED else
+                      _MISTAKE_WAIT_S if isinstance(error, HvdtrainError) else _ALIKE_WAIT_S)
             time.sleep(_SECONDARY_WAIT_S if secondary and not self.stop.requested else wait_s)
         _end(code)
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import pytest
 from tests.cluster.hosts import VirtualHosts
 from tests.cluster.slurm import PrivateSlurm
 from tests.cluster.test_launch_hosts import assert_gone
+from tests.cluster.test_mpijob import PREPARE
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = (sys.executable, "-m", "hvdtrain", "launch")
@@ -45,8 +46,9 @@ def _ended() -> Iterator[None]:
 class Job:
     """A launcher on hosta whose output is read as it comes."""
 
-    def __init__(self, hosts: VirtualHosts, *words: str, end: int = 200) -> None:
-        self.hosts, self.mark = hosts, f"mark{uuid.uuid4().hex}"
+    def __init__(self, hosts: VirtualHosts, *words: str, end: int = 200,
+                 env: Mapping[str, str] | None = None) -> None:
+        self.hosts, self.mark, self.env = hosts, f"mark{uuid.uuid4().hex}", env
         self.command = [*LAUNCH, *words, "--", sys.executable, str(RANK), self.mark, str(end)]
         self.lines: list[str] = []
         self.before = set(self._folders())
@@ -54,7 +56,7 @@ class Job:
         started.append(self)
 
     def start(self) -> subprocess.Popen[str]:
-        self.process = self.hosts.start("hosta", self.command, cwd=ROOT)
+        self.process = self.hosts.start("hosta", self.command, cwd=ROOT, env=self.env)
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)
         return self.process
@@ -174,6 +176,38 @@ def test_what_is_killed_is_replaced(victim: str, hosts: VirtualHosts) -> None:
         first = 0
     job.until(job.world_is_up(3, after=first), 120)
     assert min(one[4] for one in job.ranks() if one[3] > first) > 0
+    assert job.end() == 0
+
+
+def test_the_workers_of_an_mpijob_change(fragile_hosts: VirtualHosts) -> None:
+    """The operator's hostfile is of a ConfigMap, whose folder is swapped as a whole."""
+    hosts = fragile_hosts
+    workers = {host: f"job-worker-{number}.job-worker.ns.svc"
+               for number, host in enumerate(("hostb", "hostc"))}
+
+    def shell(script: str) -> None:
+        done = hosts.run("hosta", ["bash", "-ec", script])
+        assert done.returncode == 0, done.stdout
+
+    def rewrite(version: int, *named: str) -> None:
+        lines = "".join(f"{workers[host]} slots=1\\n" for host in named)
+        shell(f"cd /etc/mpi; mkdir ..{version}; printf '{lines}' > ..{version}/hostfile; "
+              f"ln -s ..{version} ..new; mv -T ..new ..data")
+    shell(PREPARE + "rm /etc/mpi/hostfile; ln -s ..data/hostfile /etc/mpi/hostfile")
+    rewrite(1, "hostb")
+    shell(f"echo {hosts.address('hostb')} {workers['hostb']} >> /etc/hosts")
+    job = Job(hosts, "--hostfile", "/etc/mpi/hostfile", "--watch", "--min-np", "1", end=900,
+              env={"K_MPI_JOB_ROLE": "launcher"})
+    job.until(job.world_is_up(1), 90)
+    rewrite(2, "hostb", "hostc")  # before the worker's name is known
+    job.until(lambda: any(f"{workers['hostc']} cannot be used: " in line for line in job.lines), 30)
+    shell(f"echo {hosts.address('hostc')} {workers['hostc']} >> /etc/hosts")
+    job.until(job.world_is_up(2), 60)
+    first = job.world
+    rewrite(3, "hostc")
+    job.until(job.world_is_up(1, after=first), 30)
+    assert job.ranks()[-1][2] == "hostc"
+    assert job.ranks()[-1][4] > 0
     assert job.end() == 0
 
 
