@@ -7,6 +7,8 @@ import sys
 import numpy as np
 import pytest
 
+from tests.shared_files import shared_files
+
 TWO_AND_THREE = [pytest.param(n, marks=pytest.mark.ranks(n, collective="shared-memory"), id=str(n))
                  for n in (2, 3)]
 
@@ -76,7 +78,7 @@ for step in range(1000):
 
 @pytest.mark.parametrize("starter", ["native", "mpirun"])
 def test_a_rank_that_is_killed_ends_the_others_and_is_named(tmp_path, starter):
-    before = set(os.listdir("/dev/shm"))  # noqa: S108 - looked at only
+    before = shared_files()
     program = tmp_path / "killed.py"
     program.write_text(PROGRAM)
     done = subprocess.run(
@@ -87,4 +89,4 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named(tmp_path, starter):
     assert done.returncode == 137, done.stdout + done.stderr
     assert "rank 1" in done.stderr
     assert "SIGKILL" in done.stderr
-    assert set(os.listdir("/dev/shm")) <= before  # noqa: S108
+    assert shared_files() <= before
