@@ -145,8 +145,8 @@ def run(hosts: VirtualHosts, folder: Path, options: argparse.Namespace) -> None:
         print(f"{victim}: {statistics.median(seconds):.1f} s ({min(seconds):.1f} to "
               f"{max(seconds):.1f}, {len(values)} times); at most {max(again):g} steps again")
     time.sleep(15.0)
-    left = {name: [c for c in hosts.processes(name).values() if "hvdtrain" in c and "sshd:" not in c]
-            for name in hosts.names}
+    left = {name: [c for c in hosts.processes(name).values()
+                   if "hvdtrain" in c and "sshd:" not in c] for name in hosts.names}
     memory = {name: [f for f in hosts.run(name, ["ls", "/dev/shm"]).stdout.split()
                      if f.startswith("hvdtrain-")] for name in hosts.names}
     print("processes left:", {k: v for k, v in left.items() if v},

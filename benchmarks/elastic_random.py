@@ -15,6 +15,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -134,6 +135,7 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=100)
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="copy the job's folder to this one")
     options = parser.parse_args()
     hosts = VirtualHosts(3)
     hosts.up()
@@ -166,6 +168,8 @@ def run(hosts: VirtualHosts, folder: Path, options: argparse.Namespace) -> None:
     subprocess.run([sys.executable, "-m", "hvdtrain", "launch", "-np", "3", "fit", "job.py"],
                    cwd=folder / "plain", check=True, capture_output=True,
                    env={**os.environ, "PYTHONPATH": str(ROOT)})
+    if options.keep is not None:
+        shutil.copytree(folder, options.keep)
     print(f"{len(happened)} events, {len(WORLD.findall(text))} worlds, exit code {code}")
     if code:
         raise SystemExit(text[-6000:])
@@ -176,9 +180,12 @@ def run(hosts: VirtualHosts, folder: Path, options: argparse.Namespace) -> None:
     lines, expected = ([json.loads(line) for line in (
         folder / part / "runs/job/metrics.jsonl").read_text().splitlines()]
         for part in ("disturbed", "plain"))
-    print("epochs:", len(lines), "samples of each:", sorted({line["seen"] for line in lines}),
-          "largest difference of the loss:", max(abs(a["loss"] - b["loss"]) for a, b in zip(
-              lines, expected, strict=True)))
+    print("epochs:", len(lines), "samples of each:", sorted({line["seen"] for line in lines}))
+    epochs = [[line["epoch"] for line in each] for each in (lines, expected)]
+    if epochs[0] != epochs[1]:
+        raise SystemExit(f"other epochs: {sorted(set(epochs[0]) ^ set(epochs[1]))}")
+    print("largest difference of the loss:", max(
+        abs(a["loss"] - b["loss"]) for a, b in zip(lines, expected, strict=True)))
     print("processes left:", {k: v for k, v in left.items() if v},
           "memory left:", {k: v for k, v in memory.items() if v})
 

@@ -24,7 +24,7 @@ from tests.cluster.test_mpijob import PREPARE
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = (sys.executable, "-m", "hvdtrain", "launch")
 RANK = Path(__file__).with_name("elastic_rank.py")
-UP = re.compile(r"up rank (\d) of (\d) on (\w+) world (\d+) from (\d+) pid (\d+)")
+UP = re.compile(r"up rank (\d) of (\d) on (\S+) world (\d+) from (\d+) pid (\d+)")
 
 
 started: list["Job"] = []
@@ -41,6 +41,13 @@ def _ended() -> Iterator[None]:
                 os.kill(pid, signal.SIGKILL)
         job.process.kill()
         job.process.communicate()
+        forget(job.mark)
+
+
+def forget(mark: str) -> None:
+    """Remove the files in which rank 0 has told its number."""
+    for path in Path("/tmp").glob(f"{mark}-*"):  # noqa: S108 - as in `elastic_rank.py`
+        path.unlink()
 
 
 class Job:
@@ -69,7 +76,7 @@ class Job:
     def until(self, done: Callable[[], object], limit_s: float) -> float:
         begin = time.monotonic()
         while not done():
-            assert time.monotonic() - begin < limit_s, self.lines
+            assert time.monotonic() - begin < limit_s, "\n".join(self.lines[-12:])
             self.read()
             time.sleep(0.02)
         return time.monotonic() - begin
@@ -206,7 +213,7 @@ def test_the_workers_of_an_mpijob_change(fragile_hosts: VirtualHosts) -> None:
     first = job.world
     rewrite(3, "hostc")
     job.until(job.world_is_up(1, after=first), 30)
-    assert job.ranks()[-1][2] == "hostc"
+    assert job.ranks()[-1][2] == workers["hostc"]
     assert job.ranks()[-1][4] > 0
     assert job.end() == 0
 
@@ -233,6 +240,7 @@ def test_nodes_of_a_slurm_job(slurm: PrivateSlurm, hosts: VirtualHosts, tmp_path
     assert {(up[1], up[2], up[3]) for up in ups()} == {
         ("2", host, world) for host in ("hosta", "hostb") for world in ("1", "2")}
     assert_gone(hosts, mark)
+    forget(mark)
 
 
 def pid_of(job: Job, what: str) -> int:

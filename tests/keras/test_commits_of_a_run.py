@@ -103,14 +103,16 @@ def test_without_the_launcher_nothing_is_committed(one_rank, tmp_path):
     assert len(history.epoch) == 2
 
 
-def test_a_change_ends_with_a_commit_and_no_checkpoint(world, tmp_path):
+@pytest.mark.parametrize(("epoch", "batch"), [(1, 3), (0, STEPS - 1), (1, STEPS - 1)])
+def test_a_change_ends_with_a_commit_and_no_checkpoint(epoch, batch, world, tmp_path):
     expected, whole = fit()
     folder = world()
-    at = At(folder, (1, 3), (folder / CHANGE).touch)
-    with pytest.raises(ChangedError, match=r"committed after step 4 of epoch 2.*goes on") as told:
+    at = At(folder, (epoch, batch), (folder / CHANGE).touch)
+    with pytest.raises(ChangedError, match=f"committed after step {batch + 1} of epoch {epoch + 1}"
+                       ".*goes on") as told:
         fit(callbacks=[at], output=tmp_path / "run", checkpoint_every_epochs=0)
     assert told.value.exit_code == 75
-    assert commits_in(folder) == [STEPS + 4]
+    assert commits_in(folder) == [STEPS * epoch + batch + 1]
     assert not list((tmp_path / "run").rglob("*.keras"))
     world(2)
     model, history = fit(output=tmp_path / "run", checkpoint_every_epochs=0)
