@@ -30,6 +30,7 @@ from hvdtrain.errors import (
 from hvdtrain.hosts import Host, assign_ranks
 from hvdtrain.launch.discovery import Discovery
 from hvdtrain.launch.elastic_hosts import ElasticHosts
+from hvdtrain.launch.link import CUT_OFF_END_S
 from hvdtrain.launch.output import RankOutput, WaitingNotice
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.running_job import GIVE_UP_S, JobEnd, RankEnd
@@ -60,6 +61,7 @@ class ElasticJob(ElasticHosts):
         self._asked_to_save = False  # by SIGUSR1, which `fit` answers with a checkpoint
         self._better_s: float | None = None  # since when another world is better
         self._few_s: float | None = None  # since when there are too few ranks
+        self._not_before_s = 0.0  # until then a world may go on that cannot be reached
         self._notice: WaitingNotice | None = None
         self._ending: tuple[str, ...] = ()
         self._alike = 0
@@ -124,6 +126,8 @@ class ElasticJob(ElasticHosts):
     def _try_world(self) -> None:
         now, waits = time.monotonic(), [
             name for name, member in self.members.items() if member.state != "ready"]
+        if now < self._not_before_s:
+            return
         hosts = () if self._world == 0 and waits else self._possible()  # each answers, or is lost
         if hosts:
             self._few_s = self._notice = None
@@ -208,6 +212,10 @@ class ElasticJob(ElasticHosts):
             self._deadlines.pop(name, None)
         ends = list(self.ends.values())
         codes = {end.code for end in ends}
+        if codes == {EXIT_HOST_LOST}:  # all ranks are out of reach, perhaps together
+            self._not_before_s = time.monotonic() + CUT_OFF_END_S
+            self.output.say(f"no host of this world can be reached: the next one begins in "
+                            f"{CUT_OFF_END_S:g} s, when its ranks have ended by themselves")
         changed = self._asked and (EXIT_STOPPED in codes or codes == {0}) and (
             codes <= {0, EXIT_STOPPED, -signal.SIGKILL})
         saved = codes == {EXIT_STOPPED} and (not self._asked or self._asked_to_save)

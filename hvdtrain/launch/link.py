@@ -33,6 +33,7 @@ from hvdtrain.process import run_program
 from hvdtrain.world.network import find_interface, is_own_address, listed, no_interface, route_to
 
 LEASE_S = 12  # an agent that hears nothing for so long ends its ranks
+CUT_OFF_END_S = LEASE_S + 4.0  # and they are gone: see `agent.py`
 _PING_S, _KILL_S = 3.0, 2.0
 _STDERR_LINES = 5
 _LARGEST_BYTES = 1 << 20

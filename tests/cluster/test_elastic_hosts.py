@@ -101,6 +101,7 @@ class Job:
         self.until(lambda: self.process.poll() is not None, limit_s)
         self.read()
         assert_gone(self.hosts, self.mark)
+        forget(self.mark)
         deadline = time.monotonic() + 10.0
         while left := self.folders():
             assert time.monotonic() < deadline, left
@@ -148,6 +149,22 @@ def test_a_host_whose_cable_is_cut_is_left_out_and_comes_back(fragile_hosts: Vir
     assert max(one[4] for one in job.ranks()) > 0
     os.kill(pid_of(job, "launcher"), signal.SIGTERM)
     job.end()
+
+
+def test_ranks_that_cannot_be_reached_have_ended_before_others_begin(
+        fragile_hosts: VirtualHosts) -> None:
+    """Else two trainings would write the same files: alone on its host, a rank waits for none."""
+    job = Job(fragile_hosts, "-H", "hostb:1,hostc:1", "--max-np", "1", end=2500)
+    job.until(job.world_is_up(1), 90)
+    fragile_hosts.cut("hostb")
+    job.until(job.world_is_up(1, after=1), 60)
+    assert job.ranks()[-1][2] == "hostc"
+    assert not [c for c in fragile_hosts.processes("hostb", job.mark).values() if str(RANK) in c]
+    assert any("no host of this world can be reached" in line for line in job.lines)
+    os.kill(pid_of(job, "launcher"), signal.SIGTERM)
+    job.until(lambda: job.process.poll() is not None, 60)  # the commit on hostb stays for a while
+    assert_gone(fragile_hosts, job.mark)
+    forget(job.mark)
 
 
 def test_too_few_ranks_wait_and_then_end_with_a_code(fragile_hosts: VirtualHosts) -> None:
