@@ -78,6 +78,9 @@ class Host:
         if told.get("change") and self._commits:
             with open(os.path.join(self._commits, _CHANGE), "w", encoding="ascii"):
                 pass
+        if told.get("discard"):
+            for name in self._files():
+                os.unlink(os.path.join(self._commits, name))
         if told.get("forget") and self._commits:
             _remove(self._commits)
             self.tell_keeper("=0 ")
@@ -86,11 +89,14 @@ class Host:
     def tell(self, kind: str) -> None:
         """Tell the launcher of an elastic job, with the newest commit."""
         if self._commits:
-            names = []
-            with contextlib.suppress(FileNotFoundError):
-                names = [name for name in os.listdir(self._commits) if name.startswith(_COMMIT)]
-            newest = max((int(name.removeprefix(_COMMIT)) for name in names), default=0)
+            newest = max((int(name.removeprefix(_COMMIT)) for name in self._files()), default=0)
             send({"type": kind, "commit": newest})
+
+    def _files(self) -> list[str]:
+        """The commits of this host."""
+        with contextlib.suppress(FileNotFoundError):
+            return [name for name in os.listdir(self._commits) if name.startswith(_COMMIT)]
+        return []
 
     def tell_keeper(self, text: str) -> None:
         """A line for the keeper."""

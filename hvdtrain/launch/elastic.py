@@ -175,13 +175,14 @@ class ElasticJob(ElasticHosts):
                 self._bar(name, str(error))
             return
         self._world, self._hosts, self._is_running = self._world + 1, hosts, True
+        self.timeline.begin(hosts, self.members[hosts[0].name].commit)
         for host in hosts:
             self.members[host.name].busy = True
         self.output.say(
             f"world {self._world}: {len(slots)} rank{'s' * (len(slots) > 1)} on "
             f"{self.plan.host_list} after {self._why}"
             + (f" ({change_text(before, hosts)}); from step "
-               f"{self.members[hosts[0].name].commit}" if before else ""))
+               f"{self.timeline.began[-1]}" if before else ""))
 
     def _consider_change(self) -> None:
         possible, now, wanted = self._possible(), time.monotonic(), self.wanted
@@ -230,7 +231,7 @@ class ElasticJob(ElasticHosts):
         cause = self.first_failure(ends)
         if cause is None:
             return
-        failure = max(self.commits.values(), default=0), cause.manner
+        failure = self.timeline.began[-1], cause.manner  # no commit since the last one
         self._alike = self._alike + 1 if self._last_failure == failure else 1
         self._last_failure = failure
         told = {(end.code, end.record.error, end.record.message) if end.record else None

@@ -20,7 +20,7 @@ from hvdtrain.launch.link import AgentLink, choose_interface, launcher_address
 from hvdtrain.launch.native import PEERS, NativeJob, preload_work
 from hvdtrain.launch.output import RankOutput
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.worlds import Bar, Bars
+from hvdtrain.launch.worlds import Bar, Bars, Timeline
 from hvdtrain.world.network import route_to
 
 _MEMORY = "/dev/shm"  # noqa: S108 - the folder is made for this user only
@@ -49,6 +49,7 @@ class ElasticHosts(NativeJob):
         self.members: dict[str, Member] = {}
         self.leaving: list[AgentLink] = []
         self.bars = Bars()
+        self.timeline = Timeline()
 
     def look(self) -> None:
         """React to what is known now."""
@@ -211,6 +212,9 @@ class ElasticHosts(NativeJob):
         member.commit, member.busy = int(message["commit"]), False
         if message["type"] == "ready":
             member.state = "ready"
+            if not self.timeline.has(link.host, member.commit):
+                link.send({"discard": True})
+                member.commit = 0
         self.look()
 
     def _lose(self, link: AgentLink) -> None:

@@ -60,6 +60,27 @@ class Bars:
         return min([host.slots - len(barred), *again])
 
 
+@dataclass(kw_only=True)
+class Timeline:
+    """The worlds that were, to tell commits of the training that went on from abandoned ones.
+
+    A host that is lost with the newest commit may come back after others have gone on from an
+    earlier one: what it has is then of a training whose files were written anew.
+    """
+
+    began: list[int] = field(default_factory=list)  # the step from which each world began
+    last: dict[str, int] = field(default_factory=dict)  # by host, its last world, from 1
+
+    def begin(self, hosts: Iterable[Host], step: int) -> None:
+        """A world begins on these hosts from a commit after so many steps, 0 for none."""
+        self.began.append(step)
+        self.last.update({host.name: len(self.began) for host in hosts})
+
+    def has(self, host: str, commit: int) -> bool:
+        """Whether the commit that a host brings is of the training that went on."""
+        return all(step >= commit for step in self.began[self.last.get(host, 0):])
+
+
 def next_world(hosts: Sequence[Host], commits: Mapping[str, int], former: Iterable[str], *,
                least: int, most: int | None) -> tuple[Host, ...]:
     """The hosts of the next world with their ranks; empty if there are too few.

@@ -3,7 +3,7 @@
 import pytest
 
 from hvdtrain.hosts import Host
-from hvdtrain.launch.worlds import Bar, Bars, change_text, next_world
+from hvdtrain.launch.worlds import Bar, Bars, Timeline, change_text, next_world
 
 A, B, C = Host("a", 2), Host("b", 1), Host("c", 4)
 
@@ -50,6 +50,22 @@ def test_slots_are_barred_before_hosts():
     bars.hosts["c"].fail(0.0, first_counts=True)
     assert (bars.free(C, 3.0), bars.free(C, 10.5)) == (0, 2)
     assert bars.free(C, 3.0, all_slots=True) == 0
+
+
+def test_commits_of_an_abandoned_training_are_told_from_those_that_went_on():
+    timeline = Timeline()
+    assert timeline.has("a", 900)  # of a former launcher
+    timeline.begin([A, B], 0)
+    assert timeline.has("a", 50)
+    assert timeline.has("b", 70)  # the world may have gone on before the host was lost
+    timeline.begin([A], 50)  # b was lost with a newer commit
+    assert not timeline.has("b", 70)
+    assert timeline.has("b", 50)
+    assert timeline.has("a", 90)
+    timeline.begin([A, C], 90)
+    assert not timeline.has("b", 70)
+    assert timeline.has("c", 95)
+    assert not timeline.has("new", 60)
 
 
 def test_a_change_in_words():
