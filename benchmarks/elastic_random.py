@@ -71,6 +71,7 @@ def job():
                             commit_every_steps=5, checkpoint_every_epochs=0))
 """
 WORLD = re.compile(r"world (\d+): (\d+) ranks? on")
+FROM = re.compile(r"launch: world .*; from step (\d+)$", re.MULTILINE)
 
 
 class Disturbed:
@@ -80,6 +81,7 @@ class Disturbed:
         self.hosts, self.folder, self.random = hosts, folder, random.Random(seed)
         self.mark, self.cut, self.listed = f"mark{uuid.uuid4().hex}", set[str](), set(hosts.names)
         self.write_hosts()
+        self.begun = 1, time.monotonic()
         self.log = folder / "log"
         command = [sys.executable, "-m", "hvdtrain", "launch", "--hostfile", "hosts", "--watch",
                    "--min-np", "1", "-x", f"MARK={self.mark}", "fit", "job.py"]
@@ -94,7 +96,7 @@ class Disturbed:
 
     def disturb(self) -> str:
         """Let one thing happen; returns what."""
-        able = ["kill rank", "kill rank", "kill agent"]
+        able = ["kill rank", "kill rank", "kill agent"] if self.may_kill() else ["wait"]
         others = self.listed - {"hosta"} - self.cut
         able += ["cut"] * (len(self.cut) == 0 and bool(others)) + ["join"] * 2 * bool(self.cut)
         able += ["leave"] * (len(self.listed) > 2) + ["come"] * 2 * (len(self.listed) < 3)
@@ -113,6 +115,8 @@ class Disturbed:
             name = self.random.choice(sorted(others))
             self.hosts.cut(name)
             self.cut.add(name)
+        elif what == "wait":
+            return "nothing"
         elif what == "join":
             name = self.cut.pop()
             self.hosts.join(name)
@@ -125,6 +129,13 @@ class Disturbed:
             self.listed.add(name)
             self.write_hosts()
         return f"{what} {name}"
+
+    def may_kill(self) -> bool:
+        """Three failures alike without a commit in between would end the job, as they should."""
+        begins = [0, *map(int, FROM.findall(self.log.read_text()))]
+        if len(begins) != self.begun[0]:
+            self.begun = len(begins), time.monotonic()
+        return begins[-1] not in begins[:-1] or time.monotonic() - self.begun[1] > 15.0
 
     def worlds(self) -> int:
         return len(WORLD.findall(self.log.read_text())) if self.log.exists() else 0

@@ -46,7 +46,7 @@ def test_variables_are_broadcast_in_pieces(rank, monkeypatch):
 
 
 def test_bits_of_every_dtype_are_sent():
-    variables = [keras.Variable([1.0, 2.0], dtype=dtype)
+    variables = [keras.Variable(np.array([1, 2]), dtype=dtype)
                  for dtype in ("bfloat16", "float16", "float64", "int8", "bool")]
     received = list(state.send_arrays(
         Echo(rank=0), [((2,), keras.backend.standardize_dtype(v.dtype)) for v in variables],
