@@ -167,8 +167,9 @@ def run(hosts: VirtualHosts, folder: Path, options: argparse.Namespace) -> None:
     while job.process.poll() is None:
         time.sleep(job.random.uniform(3.0, 9.0))
         if job.worlds() and len(happened) < options.events and job.process.poll() is None:
-            happened.append(job.disturb())
-            print(f"{len(happened)}: {happened[-1]}", flush=True)
+            if (event := job.disturb()) != "nothing":
+                happened.append(event)
+                print(f"{len(happened)}: {event}", flush=True)
     code, text = job.process.returncode, job.log.read_text()
     for name in list(job.cut):
         hosts.join(name)
@@ -186,8 +187,9 @@ def run(hosts: VirtualHosts, folder: Path, options: argparse.Namespace) -> None:
         raise SystemExit(text[-6000:])
     ours, theirs = (weights_of(folder / part / "runs/job/model.keras")
                     for part in ("disturbed", "plain"))
-    print("largest difference of weights:", max(
-        float(np.abs(ours[key] - theirs[key]).max()) for key in theirs))
+    print("largest difference of weights, as a share of an array's largest above 1:", max(
+        float(np.abs(ours[key] - theirs[key]).max() / max(1.0, np.abs(theirs[key]).max()))
+        for key in theirs))
     lines, expected = ([json.loads(line) for line in (
         folder / part / "runs/job/metrics.jsonl").read_text().splitlines()]
         for part in ("disturbed", "plain"))
