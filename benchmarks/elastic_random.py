@@ -166,10 +166,10 @@ def run(hosts: VirtualHosts, folder: Path, options: argparse.Namespace) -> None:
     happened = []
     while job.process.poll() is None:
         time.sleep(job.random.uniform(3.0, 9.0))
-        if job.worlds() and len(happened) < options.events and job.process.poll() is None:
-            if (event := job.disturb()) != "nothing":
-                happened.append(event)
-                print(f"{len(happened)}: {event}", flush=True)
+        if job.worlds() and len(happened) < options.events and job.process.poll() is None and (
+                event := job.disturb()) != "nothing":
+            happened.append(event)
+            print(f"{len(happened)}: {event}", flush=True)
     code, text = job.process.returncode, job.log.read_text()
     for name in list(job.cut):
         hosts.join(name)
