@@ -133,3 +133,10 @@ def test_the_supervisor_of_a_role_loads_no_tensorflow():
     """There is one on every rank beside the process that does the work."""
     loaded = loaded_after("import hvdtrain.rank_main, hvdtrain.engines.parameter_server.supervisor")
     assert not loaded & {"tensorflow", "keras", "horovod", "mpi4py"}
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """Where folders are no packages, pytest cannot import two files of one name."""
+    names = [path.name for path in (PACKAGE.parent / "tests").rglob("test_*.py")
+             if not (path.parent / "__init__.py").exists()]
+    assert sorted(names) == sorted(set(names))
