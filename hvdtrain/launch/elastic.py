@@ -115,7 +115,7 @@ class ElasticJob(ElasticHosts):
     def _possible(self) -> tuple[Host, ...]:
         """The hosts of the best world that is possible now; empty: too few ranks."""
         # Where training has gone on between failures, the job does not wait for barred slots.
-        for all_slots in (False, True)[:1 + (self._alike <= 1)]:
+        for all_slots in (False, True) if self._alike <= 1 else (False,):
             hosts = next_world(
                 self.ready(all_slots=all_slots), self.commits, [host.name for host in self._hosts],
                 least=self._least, most=self.plan.options.elastic.max_np or self.plan.options.np)
