@@ -74,7 +74,9 @@ class Host:
         self.tell("ready")
 
     def obey(self, told: dict[str, Any]) -> None:
-        """A line that is about the commits."""
+        """A line that is about the commits, or asks for an answer."""
+        if told.get("alive"):
+            send({"type": "alive"})
         if told.get("change") and self._commits:
             with open(os.path.join(self._commits, _CHANGE), "w", encoding="ascii"):
                 pass

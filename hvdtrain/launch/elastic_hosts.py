@@ -25,6 +25,7 @@ from hvdtrain.world.network import route_to
 
 _MEMORY = "/dev/shm"  # noqa: S108 - the folder is made for this user only
 _ANSWER_S, _IMPORTS_S = 60.0, 300.0
+_ALIVE_EVERY_S, _SILENT_S = 3.0, 12.0
 
 
 @dataclass(eq=False)
@@ -37,6 +38,8 @@ class Member:
     state: Literal["starting", "preparing", "ready"] = "starting"
     commit: int = 0
     busy: bool = False
+    asked_s: float = 0.0  # whether it is alive
+    heard_s: float = 0.0
 
 
 class ElasticHosts(NativeJob):
@@ -50,6 +53,7 @@ class ElasticHosts(NativeJob):
         self.leaving: list[AgentLink] = []
         self.bars = Bars()
         self.timeline = Timeline()
+        self._met_s = 0.0
 
     def look(self) -> None:
         """React to what is known now."""
@@ -108,6 +112,22 @@ class ElasticHosts(NativeJob):
         for link in [link for link in self.leaving if link.has_ended()]:
             link.reap(0.0)
             self.leaving.remove(link)
+        self._lose_silent(now)
+
+    def _lose_silent(self, now: float) -> None:
+        """Lose hosts that do not answer: srun sees it after SlurmdTimeout, ssh by itself."""
+        was_stopped = now - self._met_s > _ALIVE_EVERY_S  # this launcher, as by Ctrl-Z
+        self._met_s = now
+        for member in [member for member in self.members.values()
+                       if member.link.by_slurm and member.state == "ready"]:
+            if was_stopped:
+                member.heard_s = now
+            if now - member.asked_s > _ALIVE_EVERY_S:
+                member.asked_s = now
+                member.link.send({"alive": True})
+            if now - member.heard_s > _SILENT_S:
+                member.link.last_words.append(f"no answer in {_SILENT_S:g} s")
+                self._lose(member.link)
 
     def close_all(self, *, forget: bool) -> None:
         """Let all agents end; `forget` the commits."""
@@ -167,6 +187,8 @@ class ElasticHosts(NativeJob):
     def _read(self, link: AgentLink) -> None:
         super()._read(link)
         member = self._member(link)
+        if member is not None:
+            member.heard_s = time.monotonic()
         if member is not None and member.state == "starting" and link.facts is not None:
             member.state, member.since_s = "preparing", time.monotonic()
             if (why := self._why_unreachable(link)) is not None:
@@ -206,6 +228,8 @@ class ElasticHosts(NativeJob):
 
     def _take(self, link: AgentLink, message: dict[str, Any], payload: bytes) -> None:
         member = self._member(link)
+        if message.get("type") == "alive":
+            return
         if message.get("type") not in ("ready", "idle") or member is None:
             super()._take(link, message, payload)
             return

@@ -75,7 +75,7 @@ class AgentLink:
     def __init__(self, host: str, peers: Sequence[str], remote: RemoteOptions | None, *,
                  by_slurm: bool = False) -> None:
         self.host, self.is_local, self._remote = host, remote is None, remote
-        self._by_slurm = by_slurm
+        self.by_slurm = by_slurm
         self.facts: HostFacts | None = None
         self.last_words: deque[str] = deque(maxlen=_STDERR_LINES)
         self._hello = json.dumps({"peers": list(peers)}).encode() + b"\n"
@@ -85,7 +85,7 @@ class AgentLink:
 
     def prepare(self) -> None:
         """Read the configuration of ssh for this host, once; it may ask a slow name server."""
-        if self._remote is not None and not self._by_slurm:
+        if self._remote is not None and not self.by_slurm:
             asks_about_keys(self.host, self._remote)
 
     def start(self, start: Callable[[Sequence[str]], Any], *, is_there: bool = False) -> None:
@@ -126,7 +126,7 @@ class AgentLink:
 
     def command_for(self, argv: Sequence[str]) -> Sequence[str]:
         """The command line that runs `argv` on this host."""
-        if self._by_slurm and self._remote is not None:
+        if self.by_slurm and self._remote is not None:
             return ["srun", "--overlap", "--mpi=none", "--nodes=1", "--ntasks=1",
                     f"--nodelist={self.host}", *argv]
         return argv if self._remote is None else remote_command(self.host, argv, self._remote)
