@@ -19,8 +19,9 @@ PLAIN_ON_THREE = ("every_callback", "gan", "loop_with_metrics", "pydataset")
 HOROVOD_ON_THREE = ("custom_loop", "mnist_advanced", "word2vec")
 #: What a step of a loop returns is each rank's own.
 OF_EACH_RANK = {"own_loop": {"figures history loss"}}
-#: Gradients in 16 bits: 11 bits of each, summed over 9 steps.
-LIMITS = {"synthetic_fp16": 5e-5}
+#: Gradients in 16 bits: 11 bits of each, summed over 9 steps. And rounding of float32, which grows
+#: through rectifiers and max pooling, on one processor five times as much as on another.
+LIMITS = {"synthetic_fp16": 5e-5, "mnist_advanced": 1e-5}
 
 
 def largest(name, found):
