@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -10,6 +11,10 @@ from pathlib import Path
 import pytest
 
 pytest_plugins = ["tests.preload", "tests.rank_runs"]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a process that a shell has put in the background; what the tests start would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -214,12 +214,12 @@ def test_another_version_on_one_host(fragile_hosts: VirtualHosts, tmp_path: Path
     shutil.copytree(info, copy)
     text = (copy / "METADATA").read_text()
     version = importlib.metadata.version("keras")
-    (copy / "METADATA").write_text(text.replace(f"Version: {version}", "Version: 3.5.0", 1))
+    (copy / "METADATA").write_text(text.replace(f"Version: {version}", "Version: 3.7.0", 1))
     cover(fragile_hosts, "hostc", info, copy)
     report = doctor(fragile_hosts, "-H", ALL)
     assert (report.code, report.bad()) == (3, [("same-versions", "hostc", "failed")])
     assert report.one("same-versions", "hostc")["found"] == \
-        f"keras 3.5.0; the others have {version}"
+        f"keras 3.7.0; the others have {version}"
 
 
 def test_no_hvdtrain_on_one_host(fragile_hosts: VirtualHosts, job: Path, tmp_path: Path) -> None:
