@@ -147,8 +147,7 @@ def run(hosts: VirtualHosts, folder: Path, options: argparse.Namespace) -> None:
     time.sleep(15.0)
     left = {name: [c for c in hosts.processes(name).values()
                    if "hvdtrain" in c and "sshd:" not in c] for name in hosts.names}
-    memory = {name: [f for f in hosts.run(name, ["ls", "/dev/shm"]).stdout.split()
-                     if f.startswith("hvdtrain-")] for name in hosts.names}
+    memory = {name: hosts.jobs_in_memory(name) for name in hosts.names}
     print("processes left:", {k: v for k, v in left.items() if v},
           "memory left:", {k: v for k, v in memory.items() if v})
 

@@ -175,8 +175,7 @@ def run(hosts: VirtualHosts, folder: Path, options: argparse.Namespace) -> None:
         hosts.join(name)
     time.sleep(15.0)  # a host that was cut ends its ranks by itself
     left = {name: [c for c in hosts.processes(name, job.mark).values()] for name in hosts.names}
-    memory = {name: [f for f in hosts.run(name, ["ls", "/dev/shm"]).stdout.split()
-                     if f.startswith("hvdtrain-")] for name in hosts.names}
+    memory = {name: hosts.jobs_in_memory(name) for name in hosts.names}
     subprocess.run([sys.executable, "-m", "hvdtrain", "launch", "-np", "3", "fit", "job.py"],
                    cwd=folder / "plain", check=True, capture_output=True,
                    env={**os.environ, "PYTHONPATH": str(ROOT)})

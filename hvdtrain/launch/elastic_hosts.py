@@ -187,9 +187,10 @@ class ElasticHosts(NativeJob):
     def _read(self, link: AgentLink) -> None:
         super()._read(link)
         member = self._member(link)
-        if member is not None:
-            member.heard_s = time.monotonic()
-        if member is not None and member.state == "starting" and link.facts is not None:
+        if member is None:
+            return
+        member.heard_s = time.monotonic()
+        if member.state == "starting" and link.facts is not None:
             member.state, member.since_s = "preparing", time.monotonic()
             if (why := self._why_unreachable(link)) is not None:
                 self.output.say(f"{link.host} cannot be used: {why}")

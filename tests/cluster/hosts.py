@@ -80,6 +80,11 @@ class VirtualHosts(base.VirtualHosts):
                     found[int(entry.name)] = command
         return found
 
+    def jobs_in_memory(self, name: str) -> list[str]:
+        """The folders of elastic jobs in a host's memory."""
+        return [found for found in self.run(name, ["ls", "/dev/shm"]).stdout.split()
+                if found.startswith("hvdtrain-")]
+
     def signal(self, name: str, mark: str, number: int) -> list[int]:
         """Send a signal to the processes of a host whose command line holds `mark`."""
         found = self.processes(name, mark)

@@ -114,9 +114,7 @@ class Job:
 
     def _folders(self) -> Iterator[tuple[str, str]]:
         for host in self.hosts.names:
-            listed = self.hosts.run(host, ["ls", "/dev/shm"]).stdout.split()
-            yield from ((host, name) for name in listed if name.startswith(
-                f"hvdtrain-{os.geteuid()}-"))
+            yield from ((host, name) for name in self.hosts.jobs_in_memory(host))
 
 
 def test_hosts_that_a_file_adds_and_takes_away(hosts: VirtualHosts, tmp_path: Path) -> None:
