@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-_PACKAGES = ("keras", "tensorflow")  # with Horovod's names; not in `__all__`, for import *
+# Not in `__all__`: `import *` must not replace what a script calls keras.
+_PACKAGES = ("elastic", "keras", "tensorflow")
 
 
 def __getattr__(name: str) -> Any:
