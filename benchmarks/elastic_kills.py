@@ -5,8 +5,9 @@
 Needs what tests/cluster needs (network namespaces, sshd). The launcher runs on hosta, a training
 with three ranks (`elastic_job.py`) on hostb, hostc and hostd. Each victim is killed `--times` times
 while the job goes on: rank 0, the agent and the preloaded process of a host, the launcher, which is
-then started again with the same command; and the cable of rank 0's host is cut. Measured is the
-time until the next training step, and the steps that were done again (a commit every 20 steps).
+then started again with the same command; the cable of rank 0's host is cut; a host leaves the
+hostfile, and comes back to it. Measured is the time until the next training step, of the last two
+the pause from step to step, and the steps that were done again (a commit every 20 steps).
 At the end the launcher is told to end; then no process and no memory may be left.
 """
 
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,8 +34,8 @@ from benchmarks.elastic import steps, wait  # noqa: E402
 from tests.cluster.hosts import VirtualHosts  # noqa: E402
 
 WORLD = re.compile(r"world (\d+): (\d+) ranks? on (\S+)")
-VICTIMS = ("rank 0", "host of rank 0", "agent", "preloaded", "launcher")
-COMMAND = [sys.executable, "-m", "hvdtrain", "launch", "-H", "hostb:1,hostc:1,hostd:1",
+VICTIMS = ("rank 0", "host of rank 0", "agent", "preloaded", "launcher", "leaves", "comes")
+COMMAND = [sys.executable, "-m", "hvdtrain", "launch", "--hostfile", "hosts", "--watch",
            "--min-np", "1", "fit", "elastic_job.py", "--overwrite"]
 
 
@@ -44,12 +45,17 @@ class Training:
     def __init__(self, hosts: VirtualHosts, folder: Path) -> None:
         self.hosts, self.folder = hosts, folder
         self.log = folder / "log"
+        self.write_hosts(hosts.names[1:])
         self.start()
 
     def start(self) -> None:
         self.process = self.hosts.start(
             "hosta", ["bash", "-c", 'exec "$@" >> log 2>&1', "launcher", *COMMAND],
             cwd=self.folder, env={"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"})
+
+    def write_hosts(self, names: Sequence[str]) -> None:
+        (self.folder / "hosts.new").write_text("".join(f"{name} slots=1\n" for name in names))
+        (self.folder / "hosts.new").rename(self.folder / "hosts")
 
     def worlds(self) -> list[tuple[str, ...]]:
         """Number, ranks and hosts of each world until now."""
@@ -67,11 +73,10 @@ class Training:
                 sum(1 for one in done[-120:] if f"{one[0]:g}" == worlds[-1][0]) > 60)
         wait(is_steady, 300.0)
 
-    def pid(self, host: str, accept: Callable[[str, str], bool]) -> int:
-        """The one process of a host, by its command and that of its parent."""
+    def pid(self, host: str, part: str) -> int:
+        """The one process of a host with this in its command."""
         found = self.hosts.processes(host)
-        pids = [pid for pid, command in found.items()
-                if accept(command, found.get(parent_of(pid), ""))]
+        pids = [pid for pid, command in found.items() if part in command and "bash" not in command]
         if len(pids) != 1:
             raise SystemExit(f"{host}: found {pids} among {found}")
         return pids[0]
@@ -82,17 +87,18 @@ class Training:
         if victim == "host of rank 0":
             self.hosts.cut(now[0])
             return lambda: self.hosts.join(now[0])
+        if victim in ("leaves", "comes"):
+            gone = random.choice(now) if victim == "leaves" else ""
+            self.write_hosts([name for name in self.hosts.names[1:] if name != gone])
+            return lambda: None
         if victim == "rank 0":
-            pid = self.pid(now[0], lambda command, _: "hvdtrain fit" in command)
+            pid = self.pid(now[0], "hvdtrain fit")
         elif victim == "preloaded":
-            pid = self.pid(random.choice(now), lambda command, _:
-                           "hvdtrain.preload.server" in command)
-        elif victim == "agent":  # not its keeper, which is a child of it
-            pid = self.pid(random.choice(now), lambda command, parent:
-                           "hvdtrain-agent" in command and "sshd" in parent)
+            pid = self.pid(random.choice(now), "hvdtrain.preload.server")
+        elif victim == "agent":
+            pid = self.hosts.agent(random.choice(now))
         else:
-            pid = self.pid("hosta", lambda command, _: " launch " in command
-                           and "bash" not in command)
+            pid = self.pid("hosta", " launch ")
         os.kill(pid, signal.SIGKILL)
         if victim == "launcher":
             self.process.wait()
@@ -100,16 +106,9 @@ class Training:
         return lambda: None
 
 
-def parent_of(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
-
-
 def measured(job: Training, victim: str) -> tuple[float, float]:
     """Seconds to the next step of a later world, and steps that were done again."""
-    job.settle(3 if "host" in victim else 2)
+    job.settle(3 if victim in ("host of rank 0", "leaves") else 2)
     time.sleep(random.uniform(0.0, 1.5))  # between two commits
     known, begin = len(job.worlds()), time.time()
     mend = job.hit(victim)
@@ -121,6 +120,8 @@ def measured(job: Training, victim: str) -> tuple[float, float]:
     first = next(at for at in range(1, len(after)) if after[at][2] > begin and (
         after[at][3] != after[at - 1][3] + 1 or after[at][0] != after[at - 1][0]))
     mend()
+    if victim in ("leaves", "comes"):
+        begin = after[first - 1][2]
     return after[first][2] - begin, after[first - 1][3] + 1 - after[first][3]
 
 
@@ -134,8 +135,7 @@ def run(hosts: VirtualHosts, folder: Path, options: argparse.Namespace) -> None:
                 values.append(measured(job, victim))
                 print(f"{number}: {victim}: {values[-1][0]:.2f} s, {values[-1][1]:g} steps again",
                       flush=True)
-        os.kill(job.pid("hosta", lambda command, _: " launch " in command
-                        and "bash" not in command), signal.SIGTERM)
+        os.kill(job.pid("hosta", " launch "), signal.SIGTERM)
         job.process.wait(60)
     except BaseException:
         print(job.log.read_text()[-3000:])

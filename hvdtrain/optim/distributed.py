@@ -108,7 +108,7 @@ class HookState:
         # All ranks then see the same gradients, so all skip or apply, without a further collective.
         if not self.optimizer.built:
             keras_seam.build(self.optimizer, list(trainable_variables))
-        inner = self.optimizer.inner_optimizer  # Keras 3.5's own wrapper does not know the order
+        inner = self.optimizer.inner_optimizer  # it knows the order of its variables
         indices, gradients, variables = keras_seam.in_build_order(
             inner, grads, trainable_variables or keras_seam.trained(inner))
         mine = [p for p, variable in enumerate(variables) if not _is_overwritten(variable)]

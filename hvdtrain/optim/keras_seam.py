@@ -7,7 +7,7 @@ training step runs them (Keras 3.7 and later):
     scale_loss -> apply -> _backend_apply_gradients -> _clip_gradients -> update
 
 `_clip_gradients` runs once per applied update, after loss unscaling and gradient accumulation and
-before clipping and weight decay: gradients are reduced there. Keras before 3.5 clipped in `apply`.
+before clipping and weight decay: gradients are reduced there.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def variable_path(variable: Any) -> str:
 
 def is_variable(value: Any) -> bool:
     """Whether this is a variable of Keras."""
-    # Those that Keras 3.5 makes are no `keras.Variable`. In TensorFlow's own, `value` is a method.
+    # In TensorFlow's own variables, `value` is a method.
     return hasattr(value, "assign") and not callable(getattr(value, "value", None))
 
 

@@ -80,6 +80,14 @@ class VirtualHosts(base.VirtualHosts):
                     found[int(entry.name)] = command
         return found
 
+    def agent(self, name: str) -> int:
+        """The agent of an elastic job on a host; not its keeper, which is a child of it."""
+        found = self.processes(name)
+        pids = [pid for pid, command in found.items() if "hvdtrain-agent" in command
+                and "sshd" in found.get(_parent_of(pid), "")]
+        assert len(pids) == 1, found
+        return pids[0]
+
     def jobs_in_memory(self, name: str) -> list[str]:
         """The folders of elastic jobs in a host's memory."""
         return [found for found in self.run(name, ["ls", "/dev/shm"]).stdout.split()
@@ -120,3 +128,10 @@ if __name__ == "__main__":
     with VirtualHosts(int(sys.argv[1])) as hosts:
         subprocess.run(hosts.enter(hosts.names[0], [os.environ.get("SHELL", "/bin/bash")]),
                        check=False)
+
+
+def _parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0

@@ -278,17 +278,12 @@ def test_nodes_of_a_slurm_job(slurm: PrivateSlurm, hosts: VirtualHosts, tmp_path
 
 def pid_of(job: Job, what: str) -> int:
     """The process, as seen from here."""
+    if what == "agent":
+        return job.hosts.agent("hostb")
     host, mark, part = {
-        "rank": ("hostb", job.mark, str(RANK)), "agent": ("hostb", "hvdtrain-agent", ""),
-        "preloaded": ("hostb", "hvdtrain.preload.server", ""),
-        "launcher": ("hosta", job.mark, " launch ")}[what]
+        "rank": ("hostb", job.mark, str(RANK)),
+        "preloaded": ("hostb", "hvdtrain.preload.server", ""), "launcher": ("hosta", job.mark, " launch ")}[what]
     on_host = job.hosts.processes(host)
     found = [pid for pid, command in on_host.items() if mark in command and part in command]
-    if what == "agent":  # not its keeper, which is a child of it
-        found = [pid for pid in found if "sshd" in on_host.get(parent_of(pid), "")]
     assert len(found) == 1, on_host
     return found[0]
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
