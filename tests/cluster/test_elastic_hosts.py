@@ -282,7 +282,8 @@ def pid_of(job: Job, what: str) -> int:
         return job.hosts.agent("hostb")
     host, mark, part = {
         "rank": ("hostb", job.mark, str(RANK)),
-        "preloaded": ("hostb", "hvdtrain.preload.server", ""), "launcher": ("hosta", job.mark, " launch ")}[what]
+        "preloaded": ("hostb", "hvdtrain.preload.server", ""),
+        "launcher": ("hosta", job.mark, " launch ")}[what]
     on_host = job.hosts.processes(host)
     found = [pid for pid, command in on_host.items() if mark in command and part in command]
     assert len(found) == 1, on_host
