@@ -148,6 +148,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="copy the job's folder to this one")
     options = parser.parse_args()
+    if options.keep is not None and options.keep.exists():
+        parser.error(f"--keep: {options.keep} exists already")
     hosts = VirtualHosts(3)
     hosts.up()
     try:
