@@ -241,7 +241,7 @@ def measure(job: Job, config: TrainConfig, session: Any, seconds: float, *,
 
 def _reading_s(feed: Any) -> float:
     """Seconds to read a batch when nothing else is done."""
-    batches = iter(feed.training(0, 0, resumed=False)["x"])
+    batches = iter(feed.training(0, 0, begun=None)["x"])
     for _ in range(2):
         next(batches)
     began, count = time.perf_counter(), 0

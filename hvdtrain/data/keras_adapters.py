@@ -157,10 +157,10 @@ class RankAdapter(DataAdapter):  # type: ignore[misc]
                    else self._divided.dataset)
         return ready(dataset, autotune=is_tuned(self._whole))
 
-    def training(self, epoch: int, step: int, *, resumed: bool) -> dict[str, Any]:
+    def training(self, epoch: int, step: int, *, begun: int | None) -> dict[str, Any]:
         """Arguments of Keras' `fit`; with only `initial_epoch` it begins with the first data."""
-        if resumed:
-            self.begin_at(epoch, step)
+        if begun is not None:
+            self.begin_at(epoch - begun, step)
         return {"x": self, "steps_per_epoch": self.steps_per_epoch}
 
     def evaluation(self) -> RankAdapter:
@@ -168,7 +168,11 @@ class RankAdapter(DataAdapter):  # type: ignore[misc]
         return self
 
     def begin_at(self, epoch: int, step: int) -> None:
-        """Let the first iterator begin where a run is resumed. Before Keras' `fit` is called."""
+        """Let the first iterator begin after so many epochs. Before Keras' `fit` is called."""
+        if isinstance(self._given, data_adapters.PyDatasetAdapter):
+            for _ in range(epoch):  # Keras calls the first of the two once more, at its begin
+                self._given.py_dataset.on_epoch_end()
+                self._given.py_dataset.on_epoch_begin()
         # With `steps_per_epoch` an iterator continues from one epoch to the next.
         if self.steps_per_epoch:
             step += epoch * self.steps_per_epoch

@@ -81,7 +81,7 @@ class Host:
             with open(os.path.join(self._commits, _CHANGE), "w", encoding="ascii"):
                 pass
         if told.get("discard"):
-            for name in self._files():
+            for name in _commits_in(self._commits):
                 os.unlink(os.path.join(self._commits, name))
         if told.get("forget") and self._commits:
             _remove(self._commits)
@@ -91,14 +91,8 @@ class Host:
     def tell(self, kind: str) -> None:
         """Tell the launcher of an elastic job, with the newest commit."""
         if self._commits:
-            newest = max((int(name.removeprefix(_COMMIT)) for name in self._files()), default=0)
-            send({"type": kind, "commit": newest})
-
-    def _files(self) -> list[str]:
-        """The commits of this host."""
-        with contextlib.suppress(FileNotFoundError):
-            return [name for name in os.listdir(self._commits) if name.startswith(_COMMIT)]
-        return []
+            numbers = [int(name.removeprefix(_COMMIT)) for name in _commits_in(self._commits)]
+            send({"type": kind, "commit": max(numbers, default=0)})
 
     def tell_keeper(self, text: str) -> None:
         """A line for the keeper."""
@@ -130,6 +124,25 @@ def _take_folder(folder: str, limit_s: float) -> None:
             sys.exit("another launcher runs the same elastic job, with this command in this "
                      "folder; wait for its end, or use another folder")
         time.sleep(0.1)
+
+
+def _commits_in(folder: str) -> list[str]:
+    with contextlib.suppress(FileNotFoundError):
+        return [name for name in os.listdir(folder) if name.startswith(_COMMIT)]
+    return []
+
+
+def _remove_unless_taken(folder: str) -> None:
+    """Remove a folder of this keeper, which the agent has left, unless another agent has it."""
+    with contextlib.suppress(OSError):
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        for _ in range(10):  # the lock of an agent that was killed ends a moment later
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_own(folder):
+                    _remove(folder)
+                break
+            time.sleep(0.1)
 
 
 def _remove(folder: str) -> None:
@@ -181,10 +194,9 @@ def start_keeper() -> int:
         signal_group(group, signal.SIGKILL)
     if commits:
         until = time.monotonic() + keep_s
-        while time.monotonic() < until and _is_own(commits):
+        while time.monotonic() < until and _is_own(commits) and _commits_in(commits):
             time.sleep(1.0)
-        if _is_own(commits):
-            _remove(commits)
+        _remove_unless_taken(commits)
     os._exit(0)
 
 

@@ -147,7 +147,7 @@ class ElasticJob(ElasticHosts):
         self._ending = (
             f"fewer than --min-np {self._least} ranks for "
             f"{self.plan.options.elastic.timeout_s:g} s (--elastic-timeout)",)
-        some = next_world(self.ready(), self.commits, (), least=1, most=None)
+        some = next_world(self.ready(taken=True), self.commits, (), least=1, most=None)
         if some and self._world:
             self._env = {**self._env, ENDING_VARIABLE: "1"}
             self._start_world(some)
@@ -187,9 +187,8 @@ class ElasticJob(ElasticHosts):
     def _consider_change(self) -> None:
         possible, now, wanted = self._possible(), time.monotonic(), self.wanted
         leaves = [host.name for host in self._hosts if wanted.get(host.name, 0) < host.slots]
-        stays = not wanted or any(
-            host.name in wanted and host.name not in leaves for host in self._hosts) or any(
-            host.name in wanted for host in possible)
+        # Where all hosts are replaced by others, those go on until one of these is ready.
+        stays = not wanted or any(host.name in wanted for host in (*self._hosts, *possible))
         more = sum(host.slots for host in possible) - self.plan.np
         if not (leaves and stays) and (more <= 0 or self._asked):
             self._better_s = None
@@ -231,13 +230,16 @@ class ElasticJob(ElasticHosts):
         cause = self.first_failure(ends)
         if cause is None:
             return
-        failure = self.timeline.began[-1], cause.manner  # no commit since the last one
+        # The commits of a host that is lost are not known before it is back.
+        failure = max(self.timeline.began[-1], *self.commits.values(), 0), cause.manner
         self._alike = self._alike + 1 if self._last_failure == failure else 1
         self._last_failure = failure
         told = {(end.code, end.record.error, end.record.message) if end.record else None
                 for end in ends}
         all_alike = len(ends) > 1 == len(told) and None not in told and not cause.secondary
-        if cause.exit_code in _OF_THE_JOB or all_alike or self._alike >= _SAME_FAILURES:
+        is_of_the_job = cause.exit_code in _OF_THE_JOB and (
+            cause.record is not None or self.plan.says_done)  # else a code of the script's own
+        if is_of_the_job or all_alike or self._alike >= _SAME_FAILURES:
             self._is_done = True
             return
         self._why = f"rank {cause.rank} on {cause.host} failed: {cause.manner}"

@@ -77,12 +77,17 @@ class ElasticHosts(NativeJob):
             commit == newest and other in wanted
             for other, commit in commits.items() if other != name)
 
-    def ready(self, *, all_slots: bool = False) -> list[Host]:
-        """The hosts that can start ranks now, with the number that each may take."""
+    def ready(self, *, all_slots: bool = False, taken: bool = False) -> list[Host]:
+        """The hosts that can start ranks now, with the number that each may take.
+
+        `taken`: also where all hosts were taken away, those that have the newest commit.
+        """
         now, wanted = time.monotonic(), self.wanted
-        found = []
+        found = list[Host]()
+        if not wanted and not taken:
+            return found
         for name, member in self.members.items():
-            if member.state == "ready" and wanted and (name in wanted or self.keeps(name)):
+            if member.state == "ready" and (name in wanted or self.keeps(name)):
                 free = self.bars.free(Host(name, member.slots), now, all_slots=all_slots)
                 found.append(Host(name, max(1, free) if self.keeps(name) else free))
         return found

@@ -264,7 +264,8 @@ def _checkpoint_init(before: Callable[..., None]) -> Callable[..., None]:
         if bound.arguments.get("save_weights_only") and not path.endswith(".weights.h5"):
             before(self, f"{path}.weights.h5", *args, **kwargs)  # what Keras 3 accepts
             self.filepath = path
-        elif path.endswith((".h5", ".hdf5")):  # the first only since Keras 3.8
+        elif path.endswith((".h5", ".hdf5")) and not path.endswith(".weights.h5"):
+            # The first only since Keras 3.8.
             before(self, f"{path}.keras", *args, **kwargs)
             self.filepath = path
         else:

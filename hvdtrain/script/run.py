@@ -114,7 +114,7 @@ def explanation(options: ScriptOptions, scan: Scan, world: World) -> str:
            "hvdtrain": "a script that calls hvdtrain: nothing is changed"}[scan.kind]
     lines = [f"hvdtrain run: {options.name} on {ranks}; {who}"]
     if scan.kind == "plain":
-        config = options.config
+        config = options.config.as_launched(os.environ)
         lines.append(
             "  batch sizes are those of each rank, as written; learning rate: "
             f"{config.lr_scaling} scaling" if config.batch == "per_rank" else

@@ -7,17 +7,19 @@ that only write files run on the chief: Keras' own, listed here, and any with `c
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.collectives.plain import encode
 from hvdtrain.log import get_logger
 from hvdtrain.optim.state import broadcast_variables, training_state
 from hvdtrain.session import Session
+from hvdtrain.train.checkpoint import RunState
 from hvdtrain.train.chief import alone_on_chief, on_chief
 
 _WRITERS = ("BackupAndRestore", "CSVLogger", "ModelCheckpoint", "OrbaxCheckpoint",
@@ -91,6 +93,29 @@ def restore_backup(model: Any, callbacks: Sequence[Any], session: Session) -> in
     if epoch and session.world.is_chief:
         get_logger().info("BackupAndRestore goes on after epoch %d.", epoch)
     return epoch
+
+
+@contextmanager
+def logs_going_on(callbacks: Sequence[Any], begin: RunState, session: Session) -> Iterator[None]:
+    """Let the files of `CSVLogger` go on where a run is resumed, whatever its `append`."""
+    found = [c for c in callbacks if isinstance(c, keras.callbacks.CSVLogger)
+             and session.world.is_chief and begin.step and tf.io.gfile.exists(c.filename)]
+    given = [callback.append for callback in found]
+    for callback in found:
+        with tf.io.gfile.GFile(callback.filename) as file:
+            rows = file.read().splitlines(keepends=True)
+        # Epochs after the checkpoint are done again.
+        while rows and (first := rows[-1].partition(callback.sep)[0]).isdecimal() and (
+                int(first) >= begin.epoch):
+            rows.pop()
+        with tf.io.gfile.GFile(callback.filename, "w") as file:
+            file.write("".join(rows))
+        callback.append = True
+    try:
+        yield
+    finally:
+        for callback, append in zip(found, given, strict=True):
+            callback.append = append
 
 
 class CallbackStates:

@@ -41,7 +41,8 @@ def needs_all(what: str) -> Iterator[None]:
             raise
         raise RanksDifferError(
             f"This rank {what}, which all ranks must do, and another rank has ended. Do not put "
-            "it behind a condition on the rank (if hvdtrain.is_chief(): ...).") from None
+            "it behind a condition on the rank (if hvdtrain.is_chief(): ...). Or that rank has "
+            "failed; then the error is there.") from None
 
 
 def on_chief(collective: Collective, work: Callable[[], T]) -> T:

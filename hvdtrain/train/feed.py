@@ -114,8 +114,8 @@ class SourceFeed:
         """One sample, with a first axis of length 1."""
         return one_sample(self._source)
 
-    def training(self, epoch: int, step: int, *, resumed: bool) -> dict[str, Any]:
-        """Arguments of `fit` from a step on; `resumed`: a former run has trained before it."""
+    def training(self, epoch: int, step: int, *, begun: int | None) -> dict[str, Any]:
+        """Arguments of `fit` from a step on; a former run has trained from epoch `begun` to it."""
         # It never ends, so that Keras does not run a step on no data.
         batches = self._batches(self._plan, first_epoch=epoch, first_step=step)
         return {"x": batches, "steps_per_epoch": self._plan.steps, "shuffle": False}

@@ -32,7 +32,7 @@ from hvdtrain.optim.zero import check_callbacks, share_loaded
 from hvdtrain.runtime import phases
 from hvdtrain.session import Session
 from hvdtrain.train import evaluate, schedule
-from hvdtrain.train.callbacks import restore_backup
+from hvdtrain.train.callbacks import logs_going_on, restore_backup
 from hvdtrain.train.checkpoint import RunState
 from hvdtrain.train.coordinator import Coordinator
 from hvdtrain.train.elastic import origin_of
@@ -54,9 +54,10 @@ _DOORS = ("evaluate", "predict")  # that `hvdtrain.distribute` may have replaced
 
 @dataclass(kw_only=True)
 class KerasRun(Run):
-    """A run on Keras' own loop; `validation_arguments` are those of Keras' `fit`."""
+    """A run on Keras' loop; `initial_epoch`, `validation_arguments` are those of Keras' `fit`."""
 
     data: Feed
+    initial_epoch: int = 0
     validation: Feed | None = None
     validation_arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -85,7 +86,8 @@ class KerasRun(Run):
 
     def train(self) -> Any:
         model, begin, first_step = self.model, self.begin, self.first_step
-        arguments = self.data.training(begin.epoch, first_step, resumed=begin.step > 0)
+        arguments = self.data.training(begin.epoch, first_step,
+                                       begun=self.initial_epoch if begin.step else None)
         self.build_metrics()
         if (evaluated := self.evaluation()) is not None:
             arguments |= {**self.validation_arguments, "validation_data": evaluated}
@@ -93,7 +95,8 @@ class KerasRun(Run):
         coordinator = Coordinator(
             self, checkpoints, [] if self.store is None else [Figures(self), checkpoints],
             evaluate_own=self.own_evaluation(), epoch_ended=self.data.on_steps_done)
-        with self.installed(coordinator), self._joined(coordinator):
+        with (self.installed(coordinator), self._joined(coordinator),
+              logs_going_on(self.callbacks, begin, self.session)):
             if first_step:
                 _skip_steps(model, first_step)
             try:
@@ -156,9 +159,8 @@ def _skip_steps(model: Any, steps: int) -> None:
 
 @dataclass(kw_only=True)
 class AllreduceRun(KerasRun):
-    """A run of engine `allreduce`; `initial_epoch` is that of Keras' `fit`."""
+    """A run of engine `allreduce`."""
 
-    initial_epoch: int = 0
 
     def prepare(self) -> TrainPlan:
         model, session, config = self.model, self.session, self.config

@@ -376,8 +376,8 @@ def test_a_model_from_an_hdf5_file_trains_on_from_its_optimizers_state(scaled, t
 
 
 @pytest.mark.parametrize(("name", "weights_only"), [
-    ("x-{epoch}.h5", True), ("x-{epoch}", True), ("x-{epoch}.hdf5", False),
-    ("x-{epoch}.h5", False)])
+    ("x-{epoch}.h5", True), ("x-{epoch}", True), ("x-{epoch}.weights.h5", True),
+    ("x-{epoch}.hdf5", False), ("x-{epoch}.h5", False)])
 def test_checkpoints_every_so_many_epochs_under_any_name(name, weights_only, tmp_path):
     model = small()
     checkpoint = keras.callbacks.ModelCheckpoint(

@@ -116,6 +116,85 @@ def test_a_shuffled_pipeline_goes_on_in_its_order(known, at, tmp_path):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
+class Reshuffled(keras.utils.PyDataset):
+    """Draws another order at each end of an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self._order, self._rng = np.arange(STEPS * 8), np.random.default_rng(8)
+
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, index):
+        rows = self._order[8 * index:8 * (index + 1)]
+        return tuple(array[rows] for array in data())
+
+    def on_epoch_end(self):
+        self._rng.shuffle(self._order)
+
+
+INPUTS = {
+    "pipeline": lambda: [tf.data.Dataset.from_tensor_slices(data()).shuffle(
+        STEPS * 8, seed=2).batch(8)],
+    "steps per epoch": lambda: [tf.data.Dataset.from_tensor_slices(data()).shuffle(
+        STEPS * 8, seed=2).batch(8).repeat()],
+    "PyDataset": lambda: [Reshuffled()],
+    "arrays": data,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("name", INPUTS)
+def test_data_go_on_from_the_first_epoch_that_was_trained(name, first, tmp_path):
+    given = {"initial_epoch": first, "shuffle": name == "arrays",
+             "batch_size": 8 if name == "arrays" else None,
+             "steps_per_epoch": STEPS - 5 if name == "steps per epoch" else None}
+    config = TrainConfig(epochs=first + 4, output=tmp_path / "whole", tensorboard=False, seed=3)
+
+    def log():
+        return keras.callbacks.CSVLogger(tmp_path / "log.csv")
+    whole, cut, resumed = compiled(), compiled(), compiled()
+    hvdtrain.fit(whole, *INPUTS[name](), config=config, callbacks=[log()], **given)
+    expected = (tmp_path / "log.csv").read_text()
+    config, ask, until_then = replace(config, output=tmp_path / "cut"), AskAt(first + 2, 5), log()
+    with pytest.raises(StoppedError):
+        hvdtrain.fit(cut, *INPUTS[name](), config=config, callbacks=[until_then, ask],
+                     stop_asked=lambda: ask.asked, **given)
+    until_then.csv_file.close()
+    hvdtrain.fit(resumed, *INPUTS[name](), config=replace(config, resume=True),
+                 callbacks=[log()], **given)
+    for a, b in zip(whole.variables, resumed.variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+    found = (tmp_path / "log.csv").read_text()
+    assert _rows(found).keys() == _rows(expected).keys()
+    for epoch, row in _rows(expected).items():
+        np.testing.assert_allclose(_rows(found)[epoch], row, rtol=2e-5)
+
+
+def _rows(text):
+    """The figures of a CSV file, by epoch."""
+    lines = [line.split(",") for line in text.splitlines()]
+    assert lines[0][0] == "epoch"
+    assert len(lines) == len({line[0] for line in lines})
+    return {line[0]: [float(value.replace("NA", "nan")) for value in line[1:]]
+            for line in lines[1:]}
+
+
+def test_rows_of_epochs_that_are_done_again_are_cut(tmp_path):
+    config = TrainConfig(epochs=2, batch_per_rank=8, output=tmp_path, tensorboard=False)
+    path = tmp_path / "log.csv"
+    hvdtrain.fit(compiled(), *data(), config=config, callbacks=[keras.callbacks.CSVLogger(path)])
+    # As after a kill: the row of an epoch was written, and its checkpoint not.
+    path.write_text(path.read_text() + "2,9.0,9.0\n")
+    logger = keras.callbacks.CSVLogger(path)
+    hvdtrain.fit(compiled(), *data(), config=replace(config, epochs=4, resume=True),
+                 callbacks=[logger])
+    assert list(_rows(path.read_text())) == ["0", "1", "2", "3"]
+    assert not logger.append
+
+
 def test_another_batch_size_goes_on_at_the_same_sample(tmp_path):
     config = TrainConfig(epochs=2, batch_per_rank=8, output=tmp_path, tensorboard=False)
     ask = AskAt(1, 10)

@@ -204,3 +204,81 @@ def test_a_mistake_of_the_job_ends_it(tmp_path: Path) -> None:
     run = Run(tmp_path, "-H", "localhost:2", "--min-np", "1", "fit", "job.py")
     assert run.end() == 5, run.log.read_text()
     assert "world 2" not in run.log.read_text()
+
+
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+folder, world = Path(os.environ["HVDTRAIN_COMMITS"]), int(os.environ["HVDTRAIN_WORLD"])
+is_last = os.environ["HOROVOD_RANK"] == str(int(os.environ["HOROVOD_SIZE"]) - 1)
+
+def commit():
+    (folder / "spare").write_text("")
+    (folder / "spare").rename(folder / f"commit-{world:012}")
+"""
+DIES = """
+if world == 3:  # of one rank, since the slot of the other is left out
+    commit()
+if world < 4 and is_last:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(30 if world < 4 else 0)
+"""
+CODE_3 = """
+if world == 1 and is_last:
+    sys.exit(3)
+time.sleep(30 if world == 1 else 0)
+"""
+
+
+@pytest.mark.parametrize(("body", "worlds"), [(DIES, 4), (CODE_3, 2)])
+def test_failures_after_which_a_job_goes_on(body: str, worlds: int, tmp_path: Path) -> None:
+    """Two alike, and one after a commit; a code that is the script's own."""
+    (tmp_path / "rank.py").write_text(RANK + body)
+    run = Run(tmp_path, "--min-np", "1", "-H", "localhost:2", "--", sys.executable, "rank.py")
+    assert run.end() == 0, run.log.read_text()
+    assert run.log.read_text().count("launch: world ") == worlds
+
+
+@pytest.mark.parametrize("left", ["localhost slots=1\n", ""])
+def test_slots_that_are_taken_end_the_ranks_and_the_state_is_saved(left: str, tmp_path: Path,
+                                                                   ) -> None:
+    (tmp_path / "rank.py").write_text(RANK + """
+Path(f"up-{world}").touch()
+while "HVDTRAIN_ENDING" not in os.environ and not (folder / "change").exists():
+    time.sleep(0.05)
+if "HVDTRAIN_ENDING" in os.environ:
+    Path("saved").touch()
+commit()
+sys.exit(75)
+""")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=2\n")
+    run = Run(tmp_path, "--min-np", "2", "--elastic-timeout", "1", "--hostfile", "hosts", "--watch",
+              "--", sys.executable, "rank.py")
+    while not (tmp_path / "up-1").exists():
+        assert run.process.poll() is None, run.log.read_text()
+        time.sleep(0.05)
+    hosts.write_text(left)
+    assert run.end() == 76, run.log.read_text()
+    assert (tmp_path / "saved").exists(), run.log.read_text()
+
+
+def test_a_signal_while_ranks_are_prepared_leaves_nothing(tmp_path: Path) -> None:
+    def ours() -> set[str]:
+        return {name for name in os.listdir("/dev/shm")
+                if name.startswith(f"hvdtrain-{os.geteuid()}-")}
+    (tmp_path / "job.py").write_text(textwrap.dedent(JOB))
+    before = ours()
+    process = subprocess.Popen(  # without the preloaded process of the tests
+        [sys.executable, "-m", "hvdtrain", "launch", "--min-np", "1", "-np", "2", "fit", "job.py"],
+        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not ours() - before:
+        assert process.poll() is None
+        time.sleep(0.02)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 143
+    limit = time.monotonic() + 10
+    while left := ours() - before:
+        assert time.monotonic() < limit, left
+        time.sleep(0.1)

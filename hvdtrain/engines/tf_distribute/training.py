@@ -142,7 +142,7 @@ class StrategyFeed(SourceFeed):
             shuffle=config.shuffle, remainder=config.remainder_as("pad"))
         return shards
 
-    def training(self, epoch: int, step: int, *, resumed: bool) -> dict[str, Any]:
+    def training(self, epoch: int, step: int, *, begun: int | None) -> dict[str, Any]:
         batches = training_input(
             self._session.strategy, watched(self._source, self._session.progress), self._plan,
             replicas_here=self._session.replicas_here, epoch=epoch, step=step)
