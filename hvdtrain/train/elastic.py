@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.collectives.base import Array
-from hvdtrain.commit_names import CHANGE, COMMITS_VARIABLE, WORLD_VARIABLE
+from hvdtrain.commit_names import CHANGE, COMMITS_VARIABLE, FIRST_VARIABLE, WORLD_VARIABLE
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import CheckpointError, ConfigError, WorldError
 from hvdtrain.log import get_logger
@@ -38,6 +38,7 @@ class Elastic:
     world: int
     writes: bool
     one_host: bool
+    first_ranks: int  # those of the first world
     resumes: bool = field(init=False)  # this world follows another
     trainings: int = 0  # that were begun by this process
     steps: int = 0  # of all worlds
@@ -56,8 +57,10 @@ class Elastic:
                 f"{COMMITS_VARIABLE} must be a folder of this host, and {WORLD_VARIABLE} a number "
                 f"from 1. Received: {folder!r} and {number!r}. The launcher sets both; do not set "
                 "them yourself.")
+        first = environ.get(FIRST_VARIABLE, "")
         return cls(store=CommitStore(Path(folder)), world=int(number),
-                   writes=world.local_rank == 0, one_host=world.local_size == world.size)
+                   writes=world.local_rank == 0, one_host=world.local_size == world.size,
+                   first_ranks=int(first) if first.isdecimal() else world.size)
 
     @property
     def change_asked(self) -> bool:
@@ -135,10 +138,11 @@ def _found(elastic: Elastic, config: TrainConfig) -> tuple[dict[str, Any], int]:
             about["training"], elastic.trainings)
     resumes = elastic.resumes or config.resume
     former: Any = about["state"] if ahead == 0 else _newest_checkpoint(config) if resumes else None
-    kept = former is not None and config.keep == "global_batch"
+    batch_ranks = (former.batch_ranks or former.ranks) if former is not None else (
+        elastic.first_ranks if elastic.world > 1 else None)
     return {"resumes": resumes, "commits": ahead <= 0, "commit": steps if ahead == 0 else None,
             "ranks": former and former.ranks,
-            "batch_ranks": (former.batch_ranks or former.ranks) if kept else None,
+            "batch_ranks": batch_ranks if config.keep == "global_batch" else None,
             }, max(steps or 0, elastic.steps)
 
 

@@ -30,10 +30,10 @@ def world(one_rank, tmp_path, monkeypatch):
     folder = tmp_path / "commits"
     folder.mkdir()
 
-    def begun(number=1):
+    def begun(number=1, first=1):
         (folder / CHANGE).unlink(missing_ok=True)
-        made = Elastic.of({"HVDTRAIN_COMMITS": str(folder), "HVDTRAIN_WORLD": str(number)},
-                          one_rank.world)
+        made = Elastic.of({"HVDTRAIN_COMMITS": str(folder), "HVDTRAIN_WORLD": str(number),
+                           "HVDTRAIN_FIRST_RANKS": str(first)}, one_rank.world)
         monkeypatch.setitem(one_rank.__dict__, "elastic", made)
         return folder
     return begun
@@ -173,6 +173,25 @@ def test_nothing_was_committed_yet(world, tmp_path):
     (tmp_path / "run/metrics.jsonl").write_text("")
     world(2)
     assert len(fit(output=tmp_path / "run")[1].epoch) == 2
+
+
+@pytest.mark.parametrize("own_batches", [True, False])
+def test_the_first_world_was_lost_before_it_committed(own_batches, world, one_rank, monkeypatch):
+    """The next one has its global batch and its learning rate all the same."""
+    world(2, first=3)
+    ours, theirs = model_of(keras), model_of(keras)
+    batch = {} if own_batches else {"batch_size": 4}
+
+    def config(count):
+        return TrainConfig(epochs=2, batch="per_rank", lr_scaling="linear", warmup_epochs=0, **(
+            {"batch_per_rank": count} if own_batches else {}))
+    given = [hvdtrain.ArraySource(data())] if own_batches else data()
+    hvdtrain.fit(ours, *given, config=config(4), **batch)
+    monkeypatch.setitem(one_rank.__dict__, "elastic", None)
+    theirs.optimizer.learning_rate = float(theirs.optimizer.learning_rate) * 3
+    hvdtrain.fit(theirs, *given, config=config(12), **({"batch_size": 12} if batch else {}))
+    for a, b in zip(ours.variables, theirs.variables, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-5, atol=1e-7)
 
 
 def test_a_commit_of_another_model_is_told(world, caplog):

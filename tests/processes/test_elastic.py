@@ -210,6 +210,7 @@ RANK = """
 import os, signal, sys, time
 from pathlib import Path
 folder, world = Path(os.environ["HVDTRAIN_COMMITS"]), int(os.environ["HVDTRAIN_WORLD"])
+assert os.environ["HVDTRAIN_FIRST_RANKS"] == "2"
 is_last = os.environ["HOROVOD_RANK"] == str(int(os.environ["HOROVOD_SIZE"]) - 1)
 
 def commit():
