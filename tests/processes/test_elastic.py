@@ -18,7 +18,7 @@ from tests.keras_file import weights_of
 pytestmark = pytest.mark.slow
 
 JOB = """
-    import os, sys, time
+    import os, signal, sys, time
     import keras
     import numpy as np
     import hvdtrain
@@ -30,6 +30,9 @@ JOB = """
                   os.getpid(), file=sys.stderr, flush=True)
 
     def model():
+        if os.environ.get("DIES") and int(os.environ["HVDTRAIN_WORLD"]) < 3 and (
+                os.environ["HOROVOD_RANK"] == "2"):
+            os.kill(os.getpid(), signal.SIGKILL)
         made = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8, activation="tanh"),
                                  keras.layers.Dense(3)])
         made.compile(keras.optimizers.Adam(0.01), metrics=["accuracy"],
@@ -123,7 +126,14 @@ def plain(folder: Path, script: str, *words: str) -> None:
                    env={**os.environ, **preload.environment()})
 
 
-def test_a_training_gives_the_same_with_other_ranks(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "plain"
+    plain(folder, JOB, "fit", "job.py")
+    return folder
+
+
+def test_a_training_gives_the_same_with_other_ranks(tmp_path: Path, undisturbed: Path) -> None:
     """Three ranks, one of them killed, then two, then three again."""
     (tmp_path / "job.py").write_text(textwrap.dedent(JOB))
     hosts = tmp_path / "hosts"
@@ -141,15 +151,27 @@ def test_a_training_gives_the_same_with_other_ranks(tmp_path: Path) -> None:
     text = run.log.read_text()
     assert "failed: killed by SIGKILL" in text
     assert "world 3: 2 ranks" in text
-    plain(tmp_path / "plain", JOB, "fit", "job.py")
-    weights, expected = (weights_of(folder / "runs/job/model.keras")
-                         for folder in (tmp_path, tmp_path / "plain"))
+    assert_same(tmp_path, undisturbed)
+
+
+def test_a_slot_is_lost_before_the_first_commit(tmp_path: Path, undisturbed: Path) -> None:
+    (tmp_path / "job.py").write_text(textwrap.dedent(JOB))
+    run = Run(tmp_path, "-H", "localhost:3", "--min-np", "1", "-x", "DIES=1", "fit", "job.py")
+    assert run.end() == 0, run.log.read_text()
+    assert "world 3: 2 ranks" in run.log.read_text()
+    assert "from step 0" in run.log.read_text()
+    assert_same(tmp_path, undisturbed)
+
+
+def assert_same(folder: Path, undisturbed: Path) -> None:
+    weights, expected = (weights_of(each / "runs/job/model.keras")
+                         for each in (folder, undisturbed))
     assert weights.keys() == expected.keys()
     for name, other in expected.items():
         np.testing.assert_allclose(weights[name], other, atol=1e-5)
     ours, theirs = ([json.loads(line) for line in (
-        folder / "runs/job/metrics.jsonl").read_text().splitlines()]
-        for folder in (tmp_path, tmp_path / "plain"))
+        each / "runs/job/metrics.jsonl").read_text().splitlines()]
+        for each in (folder, undisturbed))
     assert [line["epoch"] for line in ours] == list(range(1, 9))
     np.testing.assert_allclose([line["loss"] for line in ours], [line["loss"] for line in theirs],
                                rtol=1e-5)
