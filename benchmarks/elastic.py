@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,6 +55,12 @@ def wait(what: Callable[[], object], limit_s: float = 120.0) -> None:
         if time.monotonic() > until:
             raise TimeoutError(f"nothing happened in {limit_s:g} s; see the log")
         time.sleep(0.01)
+
+
+def write_hosts(folder: Path, names: Iterable[str]) -> None:
+    """Write the hostfile `hosts`, one slot each; a launcher that watches it sees it whole."""
+    (folder / "hosts.new").write_text("".join(f"{name} slots=1\n" for name in names))
+    (folder / "hosts.new").rename(folder / "hosts")
 
 
 def ranks_of(folder: Path, mark: str) -> list[int]:

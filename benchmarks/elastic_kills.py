@@ -24,13 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.elastic import steps, wait  # noqa: E402
+from benchmarks.elastic import steps, wait, write_hosts  # noqa: E402
 from tests.cluster.hosts import VirtualHosts  # noqa: E402
 
 WORLD = re.compile(r"world (\d+): (\d+) ranks? on (\S+)")
@@ -45,17 +45,13 @@ class Training:
     def __init__(self, hosts: VirtualHosts, folder: Path) -> None:
         self.hosts, self.folder = hosts, folder
         self.log = folder / "log"
-        self.write_hosts(hosts.names[1:])
+        write_hosts(folder, hosts.names[1:])
         self.start()
 
     def start(self) -> None:
         self.process = self.hosts.start(
             "hosta", ["bash", "-c", 'exec "$@" >> log 2>&1', "launcher", *COMMAND],
             cwd=self.folder, env={"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"})
-
-    def write_hosts(self, names: Sequence[str]) -> None:
-        (self.folder / "hosts.new").write_text("".join(f"{name} slots=1\n" for name in names))
-        (self.folder / "hosts.new").rename(self.folder / "hosts")
 
     def worlds(self) -> list[tuple[str, ...]]:
         """Number, ranks and hosts of each world until now."""
@@ -89,7 +85,7 @@ class Training:
             return lambda: self.hosts.join(now[0])
         if victim in ("leaves", "comes"):
             gone = random.choice(now) if victim == "leaves" else ""
-            self.write_hosts([name for name in self.hosts.names[1:] if name != gone])
+            write_hosts(self.folder, [name for name in self.hosts.names[1:] if name != gone])
             return lambda: None
         if victim == "rank 0":
             pid = self.pid(now[0], "hvdtrain fit")

@@ -29,6 +29,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.elastic import write_hosts  # noqa: E402
 from tests.cluster.hosts import VirtualHosts  # noqa: E402
 from tests.keras_file import weights_of  # noqa: E402
 
@@ -80,7 +81,7 @@ class Disturbed:
     def __init__(self, hosts: VirtualHosts, folder: Path, seed: int) -> None:
         self.hosts, self.folder, self.random = hosts, folder, random.Random(seed)
         self.mark, self.cut, self.listed = f"mark{uuid.uuid4().hex}", set[str](), set(hosts.names)
-        self.write_hosts()
+        write_hosts(self.folder, sorted(self.listed))
         self.begun = 1, time.monotonic()
         self.log = folder / "log"
         command = [sys.executable, "-m", "hvdtrain", "launch", "--hostfile", "hosts", "--watch",
@@ -88,11 +89,6 @@ class Disturbed:
         self.process = hosts.start("hosta", ["bash", "-c", 'exec "$@" > log 2>&1', self.mark,
                                              *command], cwd=folder,
                                    env={"PYTHONPATH": str(ROOT)})
-
-    def write_hosts(self) -> None:
-        text = "".join(f"{name} slots=1\n" for name in sorted(self.listed))
-        (self.folder / "hosts.new").write_text(text)
-        (self.folder / "hosts.new").rename(self.folder / "hosts")
 
     def disturb(self) -> str:
         """Let one thing happen; returns what."""
@@ -123,11 +119,11 @@ class Disturbed:
         elif what == "leave":
             name = self.random.choice(sorted(self.listed - {"hosta"}))
             self.listed.discard(name)
-            self.write_hosts()
+            write_hosts(self.folder, sorted(self.listed))
         else:
             name = self.random.choice(sorted(set(self.hosts.names) - self.listed))
             self.listed.add(name)
-            self.write_hosts()
+            write_hosts(self.folder, sorted(self.listed))
         return f"{what} {name}"
 
     def may_kill(self) -> bool:

@@ -54,7 +54,8 @@ class ElasticJob(ElasticHosts):
     def __init__(self, plan: LaunchPlan, output: RankOutput, env: Mapping[str, str],
                  discovery: Discovery, is_local: Callable[[str], bool]) -> None:
         super().__init__(plan, output, env, discovery, is_local)
-        self._world, self._hosts, self._first_hosts = 0, tuple[Host, ...](), tuple[Host, ...]()
+        self._world, self._hosts = 0, tuple[Host, ...]()
+        self._first_ranks = 0  # those of the first world
         self._is_running = self._is_done = False
         self._why = "the start"
         self._asked = False  # the ranks, to end for a change
@@ -161,7 +162,7 @@ class ElasticJob(ElasticHosts):
         self.ends.clear()
         self.why_stopped, self.stopped_s, self._asked, self._better_s = "", None, False, None
         self.output.begin_again()
-        first = sum(host.slots for host in (self._first_hosts or hosts))
+        first = self._first_ranks or len(slots)
         self._env = {**self._env, WORLD_VARIABLE: str(self._world + 1), FIRST_VARIABLE: str(first)}
         if self._asked_to_save:  # too late for the ranks of before
             self._env[ENDING_VARIABLE] = "1"
@@ -176,7 +177,7 @@ class ElasticJob(ElasticHosts):
                 self._bar(name, str(error))
             return
         self._world, self._hosts, self._is_running = self._world + 1, hosts, True
-        self._first_hosts = self._first_hosts or hosts
+        self._first_ranks = first
         self.timeline.begin(hosts, self.members[hosts[0].name].commit)
         for host in hosts:
             self.members[host.name].busy = True

@@ -124,14 +124,14 @@ class VirtualHosts(base.VirtualHosts):
             return ""
 
 
-if __name__ == "__main__":
-    with VirtualHosts(int(sys.argv[1])) as hosts:
-        subprocess.run(hosts.enter(hosts.names[0], [os.environ.get("SHELL", "/bin/bash")]),
-                       check=False)
-
-
 def _parent_of(pid: int) -> int:
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return 0
+
+
+if __name__ == "__main__":
+    with VirtualHosts(int(sys.argv[1])) as hosts:
+        subprocess.run(hosts.enter(hosts.names[0], [os.environ.get("SHELL", "/bin/bash")]),
+                       check=False)

@@ -112,9 +112,12 @@ class Run:
 
     def end(self) -> int:
         code = self.process.wait(120)
-        assert not [name for name in os.listdir("/dev/shm") if name.startswith(
-            f"hvdtrain-{os.geteuid()}-")]
+        assert not jobs_in_memory()
         return code
+
+
+def jobs_in_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith(f"hvdtrain-{os.geteuid()}-")}
 
 
 def plain(folder: Path, script: str, *words: str) -> None:
@@ -287,21 +290,18 @@ sys.exit(75)
 
 
 def test_a_signal_while_ranks_are_prepared_leaves_nothing(tmp_path: Path) -> None:
-    def ours() -> set[str]:
-        return {name for name in os.listdir("/dev/shm")
-                if name.startswith(f"hvdtrain-{os.geteuid()}-")}
     (tmp_path / "job.py").write_text(textwrap.dedent(JOB))
-    before = ours()
+    before = jobs_in_memory()
     process = subprocess.Popen(  # without the preloaded process of the tests
         [sys.executable, "-m", "hvdtrain", "launch", "--min-np", "1", "-np", "2", "fit", "job.py"],
         cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not ours() - before:
+    while not jobs_in_memory() - before:
         assert process.poll() is None
         time.sleep(0.02)
     time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 143
     limit = time.monotonic() + 10
-    while left := ours() - before:
+    while left := jobs_in_memory() - before:
         assert time.monotonic() < limit, left
         time.sleep(0.1)
